@@ -1,0 +1,41 @@
+"""cupyep: expert-parallel dispatch and combine of MoE tokens for CuPy and NumPy.
+
+with cupyep.Buffer(comm) as buffer:
+    recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(x, topk_idx, topk_weights, num_experts=64)
+    y = experts(recv_x, recv_idx, recv_weights)
+    combined_x, _, event = buffer.combine(y, handle)
+"""
+
+from cupyep.buffer import Buffer
+from cupyep.comm import LocalComm, run_local
+from cupyep.errors import (
+    ArenaExhaustedError,
+    CompileError,
+    CupyepError,
+    MismatchError,
+    PeerError,
+    PeerTimeoutError,
+    StateError,
+    TopologyError,
+)
+from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArenaExhaustedError",
+    "Buffer",
+    "CombineResult",
+    "CompileError",
+    "CupyepError",
+    "DispatchLayout",
+    "DispatchResult",
+    "Handle",
+    "LocalComm",
+    "MismatchError",
+    "PeerError",
+    "PeerTimeoutError",
+    "StateError",
+    "TopologyError",
+    "run_local",
+]

@@ -1,0 +1,184 @@
+"""Structs and constants that Python and CUDA share: written once here, emitted as C.
+
+A Struct gives both a NumPy dtype, from which the host fills memory and kernel arguments, and a C declaration whose
+static_asserts fix its size and every offset. Constants go into `namespace cfg` of the generated prelude.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+_TYPES = {  # our name -> (NumPy, C)
+    "u8": ("u1", "unsigned char"),
+    "u32": ("u4", "unsigned int"),
+    "i32": ("i4", "int"),
+    "u64": ("u8", "unsigned long long"),
+    "i64": ("i8", "long long"),
+    "f32": ("f4", "float"),
+    "ptr": ("u8", "unsigned long long"),  # device addresses travel as integers
+}
+
+
+class Struct:
+    """A C struct: `Struct("Post", epoch="u32", rows_offset="u64", words=("u32", 4))`, laid out by C's rules.
+
+    Attributes: name; dtype (NumPy, aligned, with trailing padding); fields (name -> type).
+    """
+
+    def __init__(self, name: str, **fields: str | tuple[str, int]) -> None:
+        self.name = name
+        self.fields = fields
+        self.dtype = np.dtype([(key, *self._numpy(kind)) for key, kind in fields.items()], align=True)
+
+    @staticmethod
+    def _numpy(kind: str | tuple[str, int]) -> tuple:
+        return (_TYPES[kind][0],) if isinstance(kind, str) else (_TYPES[kind[0]][0], (kind[1],))
+
+    def declaration(self) -> str:
+        """The struct in C, with static_asserts on its size and on the offset of every field."""
+        lines = [f"struct {self.name} {{"]
+        for key, kind in self.fields.items():
+            lines.append(
+                f"  {_TYPES[kind][1]} {key};" if isinstance(kind, str) else f"  {_TYPES[kind[0]][1]} {key}[{kind[1]}];"
+            )
+        lines.append("};")
+        lines.append(f"static_assert(sizeof({self.name}) == {self.dtype.itemsize});")
+        assert self.dtype.fields is not None
+        for key, (_, offset, *_) in self.dtype.fields.items():
+            lines.append(f"static_assert(__builtin_offsetof({self.name}, {key}) == {offset});")
+        return "\n".join(lines)
+
+    def __call__(self, **values: object) -> np.ndarray:
+        """One record of this struct (a 0-d structured array), zero where no value is given."""
+        record = np.zeros((), self.dtype)
+        for key, value in values.items():
+            record[key] = value
+        return record
+
+
+class Operation(IntEnum):
+    """One operation is one kernel, one epoch of its channel and one post to every rank."""
+
+    COUNT = 1
+    PUSH = 2
+    PULL = 3
+    BARRIER = 4
+
+    @property
+    def verb(self) -> str:
+        """The public call that runs this operation, for messages."""
+        return {"COUNT": "dispatch", "PUSH": "dispatch", "PULL": "combine", "BARRIER": "barrier"}[self.name]
+
+
+class Status(IntEnum):
+    """What a post says of its sender."""
+
+    READY = 0
+    FAILED = 1  # no arena block: needed and free bytes stand in the offsets; nobody moves a row
+    REVOKED = 2  # the sender left: its block must not be touched
+
+
+class AbortKind(IntEnum):
+    """Why the first rank to leave an operation left it."""
+
+    TIMEOUT = 1
+    CLOSED = 2
+    RAISED = 3
+    OVERFLOW = 4  # a sender met a row at or past the block's capacity
+    OVERLAP = 5  # two operations of one channel ran at once
+
+    @property
+    def reason(self) -> str:
+        return (
+            "did not arrive in time",
+            "closed its buffer",
+            "raised an exception",
+            "was sent more rows than its block holds",
+            "ran two operations of one channel at once",
+        )[self - 1]
+
+
+class DType(IntEnum):
+    """Element types that combine can add."""
+
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+
+
+class Flag(IntEnum):
+    """Bits of a signature."""
+
+    WEIGHTS = 1
+    IDX64 = 2
+
+
+MAX_RANKS = 1024
+MAX_TOPK = 32
+MAX_LOCAL_EXPERTS = 1024
+
+# The words that every rank must post alike. They lead the Post struct, in this order.
+SIGNATURE_FIELDS = ("operation", "dtype", "row_bytes", "num_topk", "num_experts", "handle_id", "flags")
+
+# One rank's word to one peer about one operation; 96 bytes. `epoch` is stored last, with release, and makes the rest valid.
+POST = Struct(
+    "Post",
+    **dict.fromkeys(SIGNATURE_FIELDS, "u32"),
+    status="u32",
+    num_tokens="u32",
+    capacity="u32",  # capacity: rows that the block at rows_offset holds
+    epoch="u32",
+    pad="u32",
+    rows_offset="u64",
+    idx_offset="u64",
+    weights_offset="u64",
+    scales_offset="u64",  # bytes from the arena's start
+    pad2=("u64", 2),
+)
+
+
+# The abort word is one u64, so that it is claimed by one compare-and-swap and broadcast by one store; 0 means none.
+#   bits 60..63 kind | 56..59 operation | 44..55 rank | 32..43 peer | 0..31 epoch
+def pack_abort(kind: AbortKind, operation: Operation, rank: int, peer: int, epoch: int) -> int:
+    """The abort word that names `peer` as the culprit that `rank` noticed."""
+    return kind << 60 | operation << 56 | rank << 44 | peer << 32 | epoch
+
+
+def unpack_abort(word: int) -> tuple[AbortKind, Operation, int, int, int]:
+    """(kind, operation, rank, peer, epoch) of an abort word other than 0."""
+    return (
+        AbortKind(word >> 60),
+        Operation(word >> 56 & 0xF),
+        word >> 44 & 0xFFF,
+        word >> 32 & 0xFFF,
+        word & 0xFFFFFFFF,
+    )
+
+
+def enum_constants() -> dict[str, int]:
+    """Every enumerator above by its C name: kOperationPush, kStatusReady, kAbortTimeout, kDTypeFloat32."""
+    families: dict[str, type[IntEnum]] = {
+        "Operation": Operation,
+        "Status": Status,
+        "Abort": AbortKind,
+        "DType": DType,
+        "Flag": Flag,
+    }
+    return {f"k{family}{member.name.capitalize()}": int(member) for family, enum in families.items() for member in enum}
+
+
+def emit(constants: dict[str, int], structs: tuple[Struct, ...]) -> str:
+    """The prelude of a kernel: `namespace cfg { constexpr int kNumRanks = 8; ... }` and the structs.
+
+    Values from 2^31 on become `unsigned long long`; all others are `int`.
+    """
+    kinds = {name: "int" if -(2**31) <= value < 2**31 else "unsigned long long" for name, value in constants.items()}
+    lines = ["namespace cfg {"]
+    lines += [
+        f"constexpr {kinds[name]} {name} = {value}{'' if kinds[name] == 'int' else 'ULL'};"
+        for name, value in constants.items()
+    ]
+    lines.append("}  // namespace cfg")
+    return "\n".join([*lines, *(struct.declaration() for struct in structs), ""])

@@ -1,0 +1,59 @@
+"""Host-side sub-allocation of an arena's heap, for both backends."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+
+from cupyep.errors import ArenaExhaustedError
+from cupyep.layout import ALIGNMENT, align
+
+
+class FreeList:
+    """First-fit over [start, end) bytes; blocks are multiples of 128 bytes and 128-byte aligned.
+
+    `released` is where finalisers put blocks: appending to a deque takes no lock and may happen anywhere, also in the
+    middle of a call of ours. It is drained by the next `alloc`.
+    """
+
+    def __init__(self, start: int, end: int, rank: int) -> None:
+        self._gaps = [(align(start), end - end % ALIGNMENT)] if end - align(start) >= ALIGNMENT else []
+        self._rank = rank
+        self.released: deque[tuple[int, int]] = deque()  # (offset, num_bytes)
+
+    def alloc(self, num_bytes: int) -> tuple[int, int]:
+        """(offset, size) of a new block of at least `num_bytes`. Raises ArenaExhaustedError."""
+        self.drain()
+        size = align(max(num_bytes, 1))
+        for index, (start, end) in enumerate(self._gaps):
+            if end - start >= size:
+                self._gaps[index : index + 1] = [(start + size, end)] if end - start > size else []
+                return start, size
+        raise ArenaExhaustedError(size, self.largest, self._rank)
+
+    def free(self, offset: int, size: int) -> None:
+        """Gives [offset, offset + size) back and merges it with its neighbours."""
+        if size == 0:
+            return
+        insort(self._gaps, (offset, offset + size))
+        index = bisect_right(self._gaps, (offset, offset + size)) - 1
+        if index + 1 < len(self._gaps) and self._gaps[index + 1][0] == offset + size:
+            self._gaps[index : index + 2] = [(offset, self._gaps[index + 1][1])]
+        if index > 0 and self._gaps[index - 1][1] == offset:
+            self._gaps[index - 1 : index + 1] = [(self._gaps[index - 1][0], self._gaps[index][1])]
+
+    def drain(self) -> None:
+        """Frees what finalisers have released."""
+        while self.released:
+            self.free(*self.released.popleft())
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest gap."""
+        return max((end - start for start, end in self._gaps), default=0)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all gaps together."""
+        self.drain()
+        return sum(end - start for start, end in self._gaps)

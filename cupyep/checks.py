@@ -1,0 +1,83 @@
+"""Argument checks. Each error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cupyep import abi
+
+# Element types by name; a name is what users see in messages.
+DTYPES = {
+    np.dtype(np.float32): abi.DType.FLOAT32,
+    np.dtype(np.float16): abi.DType.FLOAT16,
+    np.dtype(ml_dtypes.bfloat16): abi.DType.BFLOAT16,
+}
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """`value` as an int within [low, high]."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name}: expected {f'at least {low}' if high is None else f'{low}..{high}'}, got {value}")
+    return int(value)
+
+
+def matrix(name: str, array: Any) -> None:
+    """`array` has two dimensions."""
+    if array.ndim != 2:
+        raise ValueError(f"{name}: expected 2 dimensions, got shape {tuple(array.shape)}")
+
+
+def payload(name: str, array: Any) -> None:
+    """`array` is a matrix of at least one column, of a type that combine can add."""
+    matrix(name, array)
+    if array.dtype not in DTYPES:
+        raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {array.dtype}")
+    if array.shape[1] == 0:
+        raise ValueError(f"{name}: expected at least 1 column, got shape {tuple(array.shape)}")
+
+
+def rows(name: str, array: Any, expected: int, what: str) -> None:
+    """`array` has as many rows as something else has."""
+    if array.shape[0] != expected:
+        raise ValueError(f"{name}: expected {expected} rows ({what}), got {array.shape[0]}")
+
+
+def topk_idx(array: Any, num_tokens: int) -> None:
+    """Expert ids: int32 or int64, one row per token, 1..32 columns. Their range is the count's business."""
+    matrix("topk_idx", array)
+    if array.dtype not in (np.int32, np.int64):
+        raise TypeError(f"topk_idx: expected int32 or int64, got {array.dtype}")
+    rows("topk_idx", array, num_tokens, "num_tokens of x")
+    integer("num_topk", array.shape[1], 1, abi.MAX_TOPK)
+
+
+def topk_weights(array: Any, shape: tuple[int, ...]) -> None:
+    """Weights: float32 of the given shape."""
+    if array.dtype != np.float32:
+        raise TypeError(f"topk_weights: expected float32, got {array.dtype}")
+    if tuple(array.shape) != shape:
+        raise ValueError(f"topk_weights: expected shape {shape}, got {tuple(array.shape)}")
+
+
+def num_experts(value: Any, num_ranks: int) -> int:
+    """A multiple of the number of ranks, at most 1,024 experts per rank."""
+    value = integer("num_experts", value, 1)
+    if value % num_ranks:
+        raise ValueError(f"num_experts: expected a multiple of the {num_ranks} ranks, got {value}")
+    integer("num_experts / num_ranks", value // num_ranks, 1, abi.MAX_LOCAL_EXPERTS)
+    return value
+
+
+def same(name: str, got: Any, expected: Any) -> None:
+    """An array that the caller computed equals our own (validate=True)."""
+    got, expected = np.asarray(got), np.asarray(expected)
+    if got.shape != expected.shape:
+        raise ValueError(f"{name}: expected shape {expected.shape}, got {got.shape}")
+    if not np.array_equal(got, expected):
+        where = tuple(int(i) for i in np.argwhere(got != expected)[0])
+        raise ValueError(f"{name}: expected {expected[where]} at {where}, got {got[where]}")

@@ -1,0 +1,65 @@
+"""What a Buffer needs from the world: a rank, a size, and host collectives that cannot hang."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from cupyep.errors import CupyepError, PeerError
+
+T = TypeVar("T")
+
+
+class Communicator(ABC):
+    """A private group of ranks. Every collective has a deadline and names the operation in its error.
+
+    Attributes:
+        rank, size: this rank and the number of ranks.
+        in_process: whether the ranks are threads of one process, so that objects and raw addresses can be passed.
+    """
+
+    rank: int
+    size: int
+    in_process: bool
+
+    @abstractmethod
+    def allgather(self, value: Any, *, operation: str, timeout_s: float | None) -> list[Any]:
+        """Collective: every rank's `value`, in rank order. Raises PeerTimeoutError naming a rank that did not come."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Gives the group back; every rank must be done with it. Not called after an error."""
+
+    def failed_peer(self) -> tuple[int, str] | None:
+        """A rank that is known to have failed, and how; None while all seem well. Cheap enough for a spin loop."""
+        return None
+
+    def barrier(self, *, operation: str, timeout_s: float | None) -> None:
+        """Collective: returns once every rank has called it."""
+        self.allgather(None, operation=operation, timeout_s=timeout_s)
+
+    def together(self, operation: str, step: Callable[[], T], *, timeout_s: float | None) -> list[T]:
+        """Collective: runs `step` on every rank and returns all results; if it raised anywhere, raises everywhere.
+
+        The rank that failed raises its own error. The others raise the same error if it is one of cupyep's, which
+        concern all ranks, else a PeerError that quotes it.
+        """
+        own_error: Exception | None = None
+        result: T | None = None
+        verdict: CupyepError | str | None = None  # what peers are told; foreign errors may not pickle, so their text
+        try:
+            result = step()
+        except CupyepError as error:
+            own_error = verdict = error
+        except Exception as error:
+            own_error, verdict = error, f"raised {type(error).__name__}: {error}"
+        everyone = self.allgather((result, verdict), operation=operation, timeout_s=timeout_s)
+        if own_error is not None:
+            raise own_error
+        for peer, (_, told) in enumerate(everyone):
+            if isinstance(told, CupyepError):
+                raise told
+            if told is not None:
+                raise PeerError(operation, 0, self.rank, peer, told)
+        return [result for result, _ in everyone]

@@ -1,0 +1,147 @@
+"""Ranks as threads of one process: for notebooks, debuggers and tests. See run_local."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cupyep.comm.base import Communicator
+from cupyep.errors import PeerError, PeerTimeoutError
+
+
+class _Group:
+    """What the threads share: one mailbox per collective step, subgroups, and who has failed."""
+
+    def __init__(self, size: int, failures: dict[int, str], condition: threading.Condition) -> None:
+        self.size = size
+        self.failures = failures  # rank -> reason; a subgroup has its own ranks, hence its own dict
+        self.condition = condition  # one for the whole run, so that a failure wakes every waiter
+        self.steps: dict[int, dict[int, Any]] = {}
+        self.children: list[_Group] = []
+        self.members: list[tuple[_Group, dict[int, int]]] = []  # subgroups and their numbering of our ranks
+
+    def child(self, numbering: dict[int, int]) -> _Group:
+        """A group of some of our ranks; `numbering` maps our rank to the child's. Call with the condition held."""
+        failures = {numbering[rank]: why for rank, why in self.failures.items() if rank in numbering}
+        group = _Group(len(numbering), failures, self.condition)
+        self.members.append((group, numbering))
+        return group
+
+    def fail(self, rank: int, reason: str) -> None:
+        """Marks `rank` as failed here and in every subgroup. Call with the condition held."""
+        self.failures.setdefault(rank, reason)
+        for group, numbering in self.members:
+            if rank in numbering:
+                group.fail(numbering[rank], reason)
+
+
+class LocalComm(Communicator):
+    """One thread's membership of a group of threads; `run_local` makes them. Duck-types mpi4py where it matters."""
+
+    in_process = True
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        self._group, self.rank, self.size = group, rank, group.size
+        self._step = 0
+        self._num_duplicates = 0
+
+    def allgather(self, value: Any, *, operation: str = "allgather", timeout_s: float | None = 120) -> list[Any]:
+        """Collective: every rank's `value` (the object itself, not a copy), in rank order."""
+        group, step = self._group, self._step
+        self._step += 1
+        start = time.monotonic()
+        with group.condition:
+            box = group.steps.setdefault(step, {})
+            box[self.rank] = value
+            if len(box) == self.size:
+                del group.steps[step]  # the waiters hold the box itself
+                group.condition.notify_all()
+            while len(box) < self.size:
+                missing = next(rank for rank in range(self.size) if rank not in box)
+                if failed := self.failed_peer():
+                    raise PeerError(operation, 0, self.rank, *failed)
+                waited = time.monotonic() - start
+                if timeout_s is not None and waited >= timeout_s:
+                    raise PeerTimeoutError(operation, 0, self.rank, missing, waited)
+                group.condition.wait(None if timeout_s is None else timeout_s - waited)
+        return [box[rank] for rank in range(self.size)]
+
+    def duplicate(self) -> LocalComm:
+        """Collective, without waiting: a group of the same threads with steps of its own."""
+        index = self._num_duplicates
+        self._num_duplicates += 1
+        with self._group.condition:
+            while len(self._group.children) <= index:
+                self._group.children.append(self._group.child({rank: rank for rank in range(self.size)}))
+            return LocalComm(self._group.children[index], self.rank)
+
+    def Split(self, color: int = 0, key: int = 0) -> LocalComm:
+        """Collective: the group of the ranks that gave the same color, ordered by (key, rank), as in MPI."""
+        everyone = self.allgather((color, key), operation="Split")
+        ranks = sorted((k, rank) for rank, (c, k) in enumerate(everyone) if c == color)
+        numbering = {rank: new for new, (_, rank) in enumerate(ranks)}
+        group = None
+        if numbering[self.rank] == 0:
+            with self._group.condition:
+                group = self._group.child(numbering)
+        groups = self.allgather(group, operation="Split")
+        return LocalComm(groups[ranks[0][1]], numbering[self.rank])
+
+    def failed_peer(self) -> tuple[int, str] | None:
+        return next(((rank, why) for rank, why in self._group.failures.items() if rank != self.rank), None)
+
+    def free(self) -> None:
+        pass
+
+
+def single() -> LocalComm:
+    """A group of one rank alone."""
+    return LocalComm(_Group(1, {}, threading.Condition()), 0)
+
+
+def run_local(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    """Runs `fn(comm, *args)` in `num_ranks` threads, one per rank, and returns their results in rank order.
+
+    Args:
+        fn: the program of one rank; `comm` is its LocalComm, to be given to `cupyep.Buffer`.
+        num_ranks: number of threads, at least 1.
+        args: passed on to every rank as they are.
+        timeout_s: how long to wait for all ranks, in seconds; None waits for ever.
+
+    Returns: the results, a list in rank order.
+    Raises: what a rank raised (the lowest rank's, and a rank's own error rather than one that it got because a peer
+        failed). The other ranks are released from cupyep's waits at once. TimeoutError after timeout_s.
+    Sync: blocks until every thread has ended.
+    """
+    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
+        raise ValueError(f"num_ranks: expected an int of at least 1, got {num_ranks!r}")
+    group = _Group(num_ranks, {}, threading.Condition())
+    results: list[Any] = [None] * num_ranks
+    errors: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = fn(LocalComm(group, rank), *args)
+        except BaseException as error:
+            with group.condition:
+                errors[rank] = error
+                group.fail(rank, f"raised {type(error).__name__}: {error}")
+                group.condition.notify_all()
+
+    threads = [
+        threading.Thread(target=body, args=(rank,), name=f"cupyep-rank-{rank}", daemon=True)
+        for rank in range(num_ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    for rank, thread in enumerate(threads):
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if thread.is_alive() and not errors:
+            raise TimeoutError(f"run_local: rank {rank} is still running after {timeout_s} s")
+    if errors:
+        own = [rank for rank in sorted(errors) if not isinstance(errors[rank], PeerError)]
+        raise errors[own[0] if own else min(errors)]
+    return results

@@ -1,0 +1,73 @@
+"""Ranks as MPI processes. The only module that imports mpi4py."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+from cupyep.comm.base import Communicator
+from cupyep.errors import PeerTimeoutError
+
+_MAX_TAG = 32767  # the tag bound that every MPI library has to offer
+
+
+class MpiCommunicator(Communicator):
+    """A duplicate of an MPI communicator (COMM_WORLD, or one from Split), so that no message meets the user's own.
+
+    Collectives are built from non-blocking point-to-point messages: MPI's own collectives tell neither that a peer is
+    late nor which. Host collectives happen at creation, first use of a shape and close, never per call.
+    """
+
+    in_process = False
+
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float | None) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self._step = 0
+        self._sends: list[MPI.Request] = []
+        self._comm, request = comm.Idup()
+        start = time.monotonic()
+        while not request.Test():
+            self._pause(start, timeout_s, "Buffer", (self.rank + 1) % self.size)
+
+    def allgather(self, value: Any, *, operation: str, timeout_s: float | None) -> list[Any]:
+        """Collective: every rank's `value`, pickled, in rank order."""
+        tag = self._step % _MAX_TAG
+        self._step += 1
+        self._sends = [send for send in self._sends if not send.Test()]
+        self._sends += [self._comm.isend(value, peer, tag) for peer in range(self.size) if peer != self.rank]
+        received = {self.rank: value}
+        start = time.monotonic()
+        while len(received) < self.size:
+            missing = [peer for peer in range(self.size) if peer not in received]
+            for peer in missing:
+                message = self._comm.improbe(peer, tag)
+                if message is not None:
+                    received[peer] = message.recv()
+            if missing and len(received) < self.size:
+                self._pause(
+                    start, timeout_s, operation, next(peer for peer in range(self.size) if peer not in received)
+                )
+        return [received[peer] for peer in range(self.size)]
+
+    def _pause(self, start: float, timeout_s: float | None, operation: str, missing: int) -> None:
+        waited = time.monotonic() - start
+        if timeout_s is not None and waited >= timeout_s:
+            raise PeerTimeoutError(operation, 0, self.rank, missing, waited)
+        time.sleep(0 if waited < 0.002 else 0.0005)  # ranks may outnumber cores
+
+    def free(self) -> None:
+        MPI.Request.Waitall(self._sends)  # every rank has passed the last barrier: all messages were received
+        self._comm.Free()
+
+
+def communicator(comm: Any, timeout_s: float | None) -> MpiCommunicator:
+    """Wraps an mpi4py intracommunicator (None: COMM_WORLD). Collective."""
+    if comm is None:
+        comm = MPI.COMM_WORLD
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm: expected an mpi4py intracommunicator, got {type(comm).__name__}")
+    if comm == MPI.COMM_NULL:
+        raise ValueError("comm: expected a communicator that this rank belongs to, got MPI.COMM_NULL")
+    return MpiCommunicator(comm, timeout_s)

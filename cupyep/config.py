@@ -1,0 +1,35 @@
+"""The numbers that a Buffer is made from, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cupyep import checks
+
+
+@dataclass(frozen=True)
+class BufferConfig:
+    """Arguments of `Buffer`, validated; every rank must give the same. Units: bytes, rows, seconds."""
+
+    num_nvl_bytes: int = 0
+    num_rdma_bytes: int = 0
+    low_latency_mode: bool = False
+    max_tokens_per_rank: int | None = None
+    backend: str = "auto"
+    timeout_s: float | None = 120.0
+
+    def __post_init__(self) -> None:
+        checks.integer("num_nvl_bytes", self.num_nvl_bytes, 0)
+        checks.integer("num_rdma_bytes", self.num_rdma_bytes, 0)
+        if not isinstance(self.low_latency_mode, bool):
+            raise TypeError(f"low_latency_mode: expected a bool, got {self.low_latency_mode!r}")
+        if self.max_tokens_per_rank is not None:
+            checks.integer("max_tokens_per_rank", self.max_tokens_per_rank, 1, 2**31 - 1)
+        if self.backend not in ("auto", "numpy", "cuda"):
+            raise ValueError(f"backend: expected 'auto', 'numpy' or 'cuda', got {self.backend!r}")
+        if self.timeout_s is not None:
+            if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)):
+                raise TypeError(f"timeout_s: expected a number of seconds or None, got {self.timeout_s!r}")
+            if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+                raise ValueError(f"timeout_s: expected a positive number of seconds or None, got {self.timeout_s!r}")

@@ -1,0 +1,105 @@
+"""Every exception that cupyep raises on its own account, beside ValueError and TypeError for bad arguments.
+
+All of them survive pickling, because ranks send each other the error that stopped them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CupyepError(Exception):
+    """Base class of the errors below."""
+
+
+class StateError(CupyepError, RuntimeError):
+    """A call that the object's state does not allow: after close(), after an abort, another buffer's handle."""
+
+
+class MismatchError(CupyepError, RuntimeError):
+    """Ranks called one collective operation with arguments that differ; no row was moved.
+
+    Args:
+        operation: the collective call, as this rank made it.
+        rank: the first rank whose arguments differ from those of rank 0.
+        field: what differs, for example "num_experts".
+        expected: rank 0's value.
+        got: the value of `rank`.
+    """
+
+    def __init__(self, operation: str, rank: int, field: str, expected: object, got: object) -> None:
+        super().__init__(operation, rank, field, expected, got)
+        self.operation, self.rank, self.field, self.expected, self.got = operation, rank, field, expected, got
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operation}: {self.field}: rank 0 has {self.expected!r}, rank {self.rank} has {self.got!r}; "
+            "every rank must make the same call"
+        )
+
+
+class PeerError(CupyepError, RuntimeError):
+    """A peer left a collective operation: it raised, closed its buffer or exited.
+
+    Args:
+        operation: the operation that was waiting.
+        epoch: its number on its channel (0 for host collectives).
+        rank: the rank that noticed first.
+        peer: the rank at fault.
+        reason: what the peer did, in a few words.
+    """
+
+    def __init__(self, operation: str, epoch: int, rank: int, peer: int, reason: str = "failed") -> None:
+        super().__init__(operation, epoch, rank, peer, reason)
+        self.operation, self.epoch, self.rank, self.peer, self.reason = operation, epoch, rank, peer, reason
+
+    def __str__(self) -> str:
+        return f"{self.operation} (epoch {self.epoch}): rank {self.peer} {self.reason}; noticed by rank {self.rank}"
+
+
+class PeerTimeoutError(PeerError, TimeoutError):
+    """A peer did not arrive within the deadline. Attributes as PeerError, and waited_s in seconds."""
+
+    def __init__(self, operation: str, epoch: int, rank: int, peer: int, waited_s: float) -> None:
+        PeerError.__init__(self, operation, epoch, rank, peer, f"did not arrive within {waited_s:.3g} s")
+        self.args = (operation, epoch, rank, peer, waited_s)
+        self.waited_s = waited_s
+
+
+class ArenaExhaustedError(CupyepError, MemoryError):
+    """An arena block could not be had: `needed` bytes asked, `free` bytes left in the largest gap, on `rank`."""
+
+    def __init__(self, needed: int, free: int, rank: int = 0) -> None:
+        super().__init__(needed, free, rank)
+        self.needed, self.free, self.rank = needed, free, rank
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}: an arena block of {self.needed:,} bytes is needed, the largest free is {self.free:,}; "
+            "drop received arrays, pass copy=True, or create the Buffer with more num_nvl_bytes"
+        )
+
+
+class TopologyError(CupyepError, RuntimeError):
+    """Ranks that cannot reach each other's memory. `matrix[i][j]` is None or why rank i cannot reach rank j."""
+
+    def __init__(self, message: str, matrix: Sequence[Sequence[str | None]] = ()) -> None:
+        super().__init__(message, matrix)
+        self.message, self.matrix = message, matrix
+
+    def __str__(self) -> str:
+        pairs = [
+            f"rank {i} -> rank {j}: {why}" for i, row in enumerate(self.matrix) for j, why in enumerate(row) if why
+        ]
+        return "\n  ".join([self.message, *pairs])
+
+
+class CompileError(CupyepError, RuntimeError):
+    """NVRTC refused a kernel. `log` is its whole output, `name` the kernel's source file."""
+
+    def __init__(self, name: str, log: str) -> None:
+        super().__init__(name, log)
+        self.name, self.log = name, log
+
+    def __str__(self) -> str:
+        return f"{self.name} does not compile:\n{self.log}"

@@ -1,0 +1,59 @@
+"""What dispatch leaves behind for combine (and for a cached dispatch), and the results of the public calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """The routing of one dispatch, as this rank sees it. Valid with the Buffer that made it, as often as wanted.
+
+    Attributes:
+        num_tokens, num_topk, num_experts: of the dispatch.
+        send_row: `[num_tokens, num_ranks]` int32: the row that a token has in each rank's output, or -1.
+        num_recv_tokens: rows that this rank received.
+        num_recv_tokens_per_rank: the same by source rank; received rows are ordered by (source rank, source token).
+        num_recv_tokens_per_expert: listings of each local expert among the received rows.
+        handle_id: equal on all ranks; they must combine with the handle of the same dispatch.
+    """
+
+    num_tokens: int
+    num_topk: int
+    num_experts: int
+    send_row: Any
+    num_recv_tokens: int
+    num_recv_tokens_per_rank: list[int]
+    num_recv_tokens_per_expert: list[int]
+    handle_id: int
+    owner: object = field(repr=False)
+
+
+class DispatchResult(NamedTuple):
+    """What `Buffer.dispatch` returns; see there."""
+
+    recv_x: Any
+    recv_topk_idx: Any
+    recv_topk_weights: Any
+    num_recv_tokens_per_expert_list: list[int]
+    handle: Handle
+    event: Any
+
+
+class CombineResult(NamedTuple):
+    """What `Buffer.combine` returns; see there."""
+
+    combined_x: Any
+    combined_topk_weights: Any
+    event: Any
+
+
+class DispatchLayout(NamedTuple):
+    """What `Buffer.get_dispatch_layout` returns; see there."""
+
+    num_tokens_per_rank: Any
+    num_tokens_per_rdma_rank: None
+    num_tokens_per_expert: Any
+    is_token_in_rank: Any
+    event: Any

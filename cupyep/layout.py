@@ -1,0 +1,129 @@
+"""Where things lie in a rank's arena: the control block first, then the heap that blocks are cut from.
+
+    arena of one rank
+    | control block                                                                  | heap ...
+    | abort | channel 0: state, posts[2][ranks], done[ranks], counts[2][ranks] | channel 1 | ... |
+
+Peers write posts, done words, counts and the abort word; the rank itself writes its channels' state. Offsets come from
+the one list below; both backends slice it, and the kernels get it as `cfg::` constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from cupyep import abi
+
+ALIGNMENT = 128  # bytes: of every region and of every heap block (a bulk copy's best case)
+INITIAL_EPOCH = 0  # of every channel of a new arena; tests set it close to 2^32
+
+
+class Channel(IntEnum):
+    """Operations of different channels may run at once: nothing in the control block is shared between channels."""
+
+    NORMAL = 0
+    LOW_LATENCY_DISPATCH_0 = 1
+    LOW_LATENCY_DISPATCH_1 = 2
+    LOW_LATENCY_COMBINE_0 = 3
+    LOW_LATENCY_COMBINE_1 = 4
+    BARRIER = 5
+
+
+# Words of a channel's state, all private to its rank. busy: an operation runs; arrived: CTAs that have finished theirs.
+CHANNEL_STATE = abi.Struct("ChannelState", epoch="u32", busy="u32", arrived="u32", pad="u32")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named array inside the control block: byte offset, shape, NumPy dtype."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """`num_bytes` rounded up to a multiple of `alignment`."""
+    return -(-num_bytes // alignment) * alignment
+
+
+def counts_words(num_ranks: int) -> int:
+    """u32 words of one rank's counts: rows for every rank, then rows for each of the reader's local experts."""
+    return align(num_ranks + abi.MAX_LOCAL_EXPERTS, ALIGNMENT // 4)
+
+
+class ControlLayout:
+    """Offsets of the control block of an arena shared by `num_ranks` ranks; all in bytes from the arena's start."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        u32, u64 = np.dtype("u4"), np.dtype("u8")
+        self.abort = Region("abort", 0, (1,), u64)
+        self.channels_offset = ALIGNMENT
+        parts = (
+            ("state", (), CHANNEL_STATE.dtype),
+            ("posts", (2, num_ranks), abi.POST.dtype),  # [parity of the epoch][sender]
+            ("done", (num_ranks,), u32),  # [sender]: the last epoch that this peer has finished
+            ("counts", (2, num_ranks, counts_words(num_ranks)), u32),  # [parity of the epoch][sender]
+        )
+        self._regions, offset = {}, 0
+        for name, shape, dtype in parts:
+            self._regions[name] = Region(name, offset, shape, dtype)
+            offset = align(offset + self._regions[name].num_bytes)
+        self.channel_bytes = offset
+        self.num_bytes = self.channels_offset + len(Channel) * self.channel_bytes
+
+    def region(self, channel: Channel, name: str) -> Region:
+        """The region `name` (state, posts, done, counts) of `channel`."""
+        inner = self._regions[name]
+        return Region(
+            name, self.channels_offset + channel * self.channel_bytes + inner.offset, inner.shape, inner.dtype
+        )
+
+    def view(self, memory: np.ndarray, region: Region) -> np.ndarray:
+        """`region` as an array over `memory`, an arena's bytes as uint8."""
+        return memory[region.offset : region.offset + region.num_bytes].view(region.dtype).reshape(region.shape)
+
+    def constants(self) -> dict[str, int]:
+        """The layout as `cfg::` constants."""
+        names = {f"k{name.capitalize()}Offset": region.offset for name, region in self._regions.items()}
+        return {
+            "kNumRanks": self.num_ranks,
+            "kAbortOffset": self.abort.offset,
+            "kChannelsOffset": self.channels_offset,
+            "kChannelBytes": self.channel_bytes,
+            "kCountsWords": counts_words(self.num_ranks),
+            **names,
+            **{
+                "kChannel" + "".join(part.capitalize() for part in channel.name.split("_")): int(channel)
+                for channel in Channel
+            },
+        }
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How one arena block holds `capacity` received rows: payload rows first, side rows apart, each part aligned.
+
+    A row's payload is opaque bytes; ids and weights (and later scales) are side rows with a pitch of their own.
+    """
+
+    row_bytes: int
+    num_topk: int = 0
+    idx_bytes: int = 0  # bytes of one id: 4, 8, or 0 when no ids travel
+    with_weights: bool = False
+
+    def offsets(self, capacity: int) -> dict[str, int]:
+        """Byte offsets of rows, idx and weights from the block's start, and the block's size as `num_bytes`."""
+        idx = align(capacity * self.row_bytes)
+        weights = align(idx + capacity * self.num_topk * self.idx_bytes)
+        end = align(weights + capacity * self.num_topk * 4 * self.with_weights)
+        return {"rows": 0, "idx": idx, "weights": weights, "num_bytes": max(end, ALIGNMENT)}
