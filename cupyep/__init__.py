@@ -7,7 +7,7 @@ with cupyep.Buffer(comm) as buffer:
 """
 
 from cupyep.buffer import Buffer
-from cupyep.comm import LocalComm, run_local
+from cupyep.comm import LocalComm
 from cupyep.errors import (
     ArenaExhaustedError,
     CompileError,
@@ -19,6 +19,7 @@ from cupyep.errors import (
     TopologyError,
 )
 from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
+from cupyep.threads import run_local
 
 __version__ = "0.1.0"
 

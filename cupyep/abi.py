@@ -24,30 +24,33 @@ _TYPES = {  # our name -> (NumPy, C)
 class Struct:
     """A C struct: `Struct("Post", epoch="u32", rows_offset="u64", words=("u32", 4))`, laid out by C's rules.
 
-    Attributes: name; dtype (NumPy, aligned, with trailing padding); fields (name -> type).
+    Attributes: name; dtype (NumPy, aligned, with trailing padding); fields (name -> type, (type, length) or Struct).
     """
 
-    def __init__(self, name: str, **fields: str | tuple[str, int]) -> None:
+    def __init__(self, name: str, **fields: str | tuple[str, int] | Struct) -> None:
         self.name = name
         self.fields = fields
         self.dtype = np.dtype([(key, *self._numpy(kind)) for key, kind in fields.items()], align=True)
 
     @staticmethod
-    def _numpy(kind: str | tuple[str, int]) -> tuple:
+    def _numpy(kind: str | tuple[str, int] | Struct) -> tuple:
+        if isinstance(kind, Struct):
+            return (kind.dtype,)
         return (_TYPES[kind][0],) if isinstance(kind, str) else (_TYPES[kind[0]][0], (kind[1],))
+
+    @staticmethod
+    def _c(key: str, kind: str | tuple[str, int] | Struct) -> str:
+        if isinstance(kind, Struct):
+            return f"{kind.name} {key}"
+        return f"{_TYPES[kind][1]} {key}" if isinstance(kind, str) else f"{_TYPES[kind[0]][1]} {key}[{kind[1]}]"
 
     def declaration(self) -> str:
         """The struct in C, with static_asserts on its size and on the offset of every field."""
-        lines = [f"struct {self.name} {{"]
-        for key, kind in self.fields.items():
-            lines.append(
-                f"  {_TYPES[kind][1]} {key};" if isinstance(kind, str) else f"  {_TYPES[kind[0]][1]} {key}[{kind[1]}];"
-            )
-        lines.append("};")
+        lines = [f"struct {self.name} {{", *(f"  {self._c(key, kind)};" for key, kind in self.fields.items()), "};"]
         lines.append(f"static_assert(sizeof({self.name}) == {self.dtype.itemsize});")
         assert self.dtype.fields is not None
-        for key, (_, offset, *_) in self.dtype.fields.items():
-            lines.append(f"static_assert(__builtin_offsetof({self.name}, {key}) == {offset});")
+        for key, (_, offset, *_) in self.dtype.fields.items():  # NVRTC has no offsetof; __INTADDR__ is its constant
+            lines.append(f"static_assert(__INTADDR__(&(static_cast<{self.name}*>(nullptr)->{key})) == {offset});")
         return "\n".join(lines)
 
     def __call__(self, **values: object) -> np.ndarray:
@@ -118,11 +121,23 @@ class Flag(IntEnum):
 MAX_RANKS = 1024
 MAX_TOPK = 32
 MAX_LOCAL_EXPERTS = 1024
+MAX_EXPERTS = 16384  # the count kernel keeps a histogram of all experts in shared memory
+
+
+class Verdict(IntEnum):
+    """How an operation ended on the device, for the host."""
+
+    DONE = 0
+    MISMATCH = 1  # signatures differ: no row moved
+    FAILED = 2  # a rank had no arena block: no row moved
+    GROW = 3  # COUNT only: a rank has more tokens than agreed; grow, then push
+    ABORTED = 4  # see the abort word
+
 
 # The words that every rank must post alike. They lead the Post struct, in this order.
 SIGNATURE_FIELDS = ("operation", "dtype", "row_bytes", "num_topk", "num_experts", "handle_id", "flags")
 
-# One rank's word to one peer about one operation; 96 bytes. `epoch` is stored last, with release, and makes the rest valid.
+# One rank's word to one peer about one operation. `epoch` is stored last, with release, and makes the rest valid.
 POST = Struct(
     "Post",
     **dict.fromkeys(SIGNATURE_FIELDS, "u32"),
@@ -137,6 +152,44 @@ POST = Struct(
     scales_offset="u64",  # bytes from the arena's start
     pad2=("u64", 2),
 )
+
+# What every kernel is told of its group. peers: device array of the ranks' arena addresses; host: pinned HostRecords.
+SYNC = Struct("Sync", peers="ptr", host="ptr", timeout_ns="u64", rank="u32", channel="u32")
+
+# Device words that COUNT leaves for PUSH and PULL, followed by base[num_ranks]: our first row at each destination.
+ROUTING = Struct("Routing", skip="u32", pad="u32")
+
+# The kernels' parameters. A ptr of 0 means: does not travel. order: [num_tokens][num_ranks] i32, a token's place among
+# this rank's tokens for that destination, or -1.
+COUNT_PARAMS = Struct(
+    "CountParams", sync=SYNC, post=POST, topk_idx="ptr", order="ptr", routing="ptr", max_tokens="u32", pad="u32"
+)
+PUSH_PARAMS = Struct(
+    "PushParams",
+    sync=SYNC,
+    post=POST,
+    x="ptr",
+    topk_idx="ptr",
+    topk_weights="ptr",
+    order="ptr",
+    routing="ptr",
+    num_tokens="u32",
+    num_local_experts="u32",
+)
+PULL_PARAMS = Struct(
+    "PullParams",
+    sync=SYNC,
+    post=POST,
+    out="ptr",
+    out_weights="ptr",
+    order="ptr",
+    routing="ptr",
+    num_tokens="u32",
+    pad="u32",
+)
+BARRIER_PARAMS = Struct("BarrierParams", sync=SYNC, post=POST)
+ABORT_PARAMS = Struct("AbortParams", sync=SYNC, word="u64")
+KERNEL_STRUCTS = (POST, SYNC, ROUTING, COUNT_PARAMS, PUSH_PARAMS, PULL_PARAMS, BARRIER_PARAMS, ABORT_PARAMS)
 
 
 # The abort word is one u64, so that it is claimed by one compare-and-swap and broadcast by one store; 0 means none.
@@ -165,6 +218,7 @@ def enum_constants() -> dict[str, int]:
         "Abort": AbortKind,
         "DType": DType,
         "Flag": Flag,
+        "Verdict": Verdict,
     }
     return {f"k{family}{member.name.capitalize()}": int(member) for family, enum in families.items() for member in enum}
 

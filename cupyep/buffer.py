@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from cupyep import abi, backends, checks
-from cupyep.backends.base import Shape
-from cupyep.comm import connect
-from cupyep.config import BufferConfig
-from cupyep.errors import CupyepError, MismatchError, PeerError, StateError
+from cupyep import checks
+from cupyep.errors import StateError
+from cupyep.group import Group
 from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
-from cupyep.layout import RowLayout
 
 
-class Buffer:
+class Buffer(Group):
     """One rank's end of an expert-parallel group: dispatch sends tokens to experts, combine brings the outputs back.
 
     Args:
@@ -40,42 +31,6 @@ class Buffer:
     Sync: creation, every verb and close() are collective: all ranks of comm call them in the same order. A Buffer
         belongs to one thread at a time.
     """
-
-    num_sms: int | None = None  # of all Buffers; None: chosen by the model
-
-    def __init__(
-        self,
-        comm: Any = None,
-        num_nvl_bytes: int = 0,
-        num_rdma_bytes: int = 0,
-        low_latency_mode: bool = False,
-        *,
-        max_tokens_per_rank: int | None = None,
-        backend: str = "auto",
-        device: int | None = None,
-        timeout_s: float | None = 120,
-    ) -> None:
-        self._backend: Any = None  # for __del__, should a check fail
-        self._error: CupyepError | None = None
-        config = BufferConfig(num_nvl_bytes, num_rdma_bytes, low_latency_mode, max_tokens_per_rank, backend, timeout_s)
-        group = connect(comm, timeout_s)
-        self.rank, self.size = group.rank, group.size
-        for peer, theirs in enumerate(group.allgather(config, operation="Buffer", timeout_s=timeout_s)):
-            for name, value in vars(config).items():
-                if vars(theirs)[name] != value and name != "timeout_s":
-                    raise MismatchError("Buffer", peer, name, value, vars(theirs)[name])
-        self._backend = backends.create(group, config, device)
-        self.backend: str = self._backend.name
-
-    @staticmethod
-    def set_num_sms(num_sms: int | None) -> None:
-        """Sets how many SMs the kernels of every Buffer may use by default; None: chosen by the model. Local."""
-        Buffer.num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1)
-
-    @property
-    def max_tokens_per_rank(self) -> int | None:
-        """The agreed maximum, or None before the first call."""
-        return self._ready("max_tokens_per_rank").capacity.max_tokens_per_rank or None
 
     def dispatch(
         self,
@@ -211,123 +166,8 @@ class Buffer:
         per_rank, per_expert, in_rank, event = backend.layout(topk_idx, checks.num_experts(num_experts, self.size))
         return DispatchLayout(per_rank, None, per_expert, in_rank, event)
 
-    def prepare(
-        self,
-        hidden: int,
-        dtype: Any,
-        *,
-        num_topk: int = 8,
-        idx_dtype: Any = np.int64,
-        with_weights: bool = True,
-        max_tokens_per_rank: int | None = None,
-    ) -> None:
-        """Does ahead of time what a shape's first dispatch and combine would do: sizes the arena, loads kernels.
-
-        Args: as the arrays to come will have them; every rank must give the same. Units: elements, rows.
-        Sync: collective; blocks.
-        """
-        backend = self._ready("prepare")
-        dtype, idx_bytes = np.dtype(dtype), np.dtype(idx_dtype).itemsize
-        checks.payload("dtype", np.empty((0, checks.integer("hidden", hidden, 1)), dtype))
-        checks.integer("num_topk", num_topk, 1, abi.MAX_TOPK)
-        most = checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1) if max_tokens_per_rank is not None else 0
-        self._check_num_tokens(backend, most)
-        row_bytes = hidden * dtype.itemsize
-        with self._watch():
-            for weights in (False, True) if with_weights else (False,):
-                backend.prepare(
-                    Shape(abi.Operation.PUSH, hidden, dtype, RowLayout(row_bytes, num_topk, idx_bytes, weights)), most
-                )
-                backend.prepare(
-                    Shape(abi.Operation.PULL, hidden, dtype, RowLayout(row_bytes, num_topk * weights, 0, weights)), most
-                )
-
-    def barrier(self) -> None:
-        """Returns when every rank has called it (cuda: in stream order, on the GPU). Collective."""
-        backend = self._ready("barrier")
-        with self._watch():
-            backend.barrier()
-
-    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
-        """An uninitialised array in this rank's arena: as combine's input it is used in place. Local.
-
-        Raises ArenaExhaustedError; prepare() or a first dispatch sizes the arena.
-        """
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self._ready("empty").empty(shape, np.dtype(dtype))
-
-    @contextmanager
-    def allocator(self) -> Iterator[None]:
-        """Within it, new CuPy arrays come from the arena, so that combine uses them in place. Local.
-
-        Falls back to CuPy's pool when the arena is full. NumPy has no such hook: use `empty` with `out=` there.
-        """
-        with self._ready("allocator").allocator():
-            yield
-
-    def record_stream(self, array: Any, stream: Any) -> None:
-        """Keeps the arena block of `array` from reuse until `stream` has done what it was given so far. Local."""
-        self._ready("record_stream").record_stream(array, stream)
-
-    def get_comm_stream(self) -> Any:
-        """The CUDA stream that operations run on (None on the numpy backend). Local."""
-        return self._ready("get_comm_stream").comm_stream()
-
-    def close(self) -> None:
-        """Ends the Buffer: no more operations. Received arrays stay valid. Idempotent.
-
-        Raises: PeerTimeoutError if a peer does not close too; after an error nothing more is raised for it.
-        Sync: collective, unless an error has broken the group.
-        """
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            backend.close(collective=self._error is None)
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and self._backend is not None and self._error is None:
-            # This rank's program failed: the peers must not wait for it until their deadline.
-            self._error = error if isinstance(error, CupyepError) else StateError(f"the program raised {error!r}")
-            self._backend.abort()
-        self.close()
-
-    def __del__(self) -> None:
-        if self._backend is not None:  # a collective close is out of the question here
-            warnings.warn(f"Buffer of rank {self.rank} was not closed", ResourceWarning, stacklevel=2)
-
-    def __repr__(self) -> str:
-        state = "closed" if self._backend is None else "broken" if self._error else "open"
-        return f"<cupyep.Buffer rank {self.rank} of {self.size}, {getattr(self, 'backend', '?')}, {state}>"
-
-    # helpers
-
-    def _ready(self, verb: str) -> Any:
-        if self._backend is None:
-            raise StateError(f"{verb}: this Buffer is closed")
-        if self._error is not None:
-            raise StateError(f"{verb}: this Buffer is broken by an earlier error: {self._error}") from self._error
-        return self._backend
-
-    @contextmanager
-    def _watch(self) -> Iterator[None]:
-        """A peer's failure breaks the Buffer; a mismatch or a full arena leaves it usable on every rank."""
-        try:
-            yield
-        except PeerError as error:
-            self._error = error
-            raise
-
     def _sms(self, num_sms: int | None) -> int | None:
         return Buffer.num_sms if num_sms is None else checks.integer("num_sms", num_sms, 1)
-
-    def _check_num_tokens(self, backend: Any, num_tokens: int) -> None:
-        most = backend.agreed_max_tokens
-        if most is not None and num_tokens > most:
-            raise ValueError(f"num_tokens: expected at most max_tokens_per_rank = {most}, got {num_tokens}")
 
     @staticmethod
     def _check_handle(backend: Any, handle: Any) -> None:

@@ -61,6 +61,11 @@ def launched_by_mpi() -> bool:
     return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"))
 
 
+def mps_pipe_dir() -> Path:
+    """CUDA_MPS_PIPE_DIRECTORY: where the CUDA MPS daemon listens. Default: /tmp/nvidia-mps."""
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+
+
 def _flag(name: str) -> bool:
     value = os.environ.get(name, "0")
     if value not in ("", "0", "1"):

@@ -22,12 +22,15 @@ class Handle:
     num_tokens: int
     num_topk: int
     num_experts: int
-    send_row: Any
     num_recv_tokens: int
     num_recv_tokens_per_rank: list[int]
     num_recv_tokens_per_expert: list[int]
     handle_id: int
     owner: object = field(repr=False)
+
+    @property
+    def send_row(self) -> Any:
+        raise NotImplementedError  # each backend keeps it in its own way
 
 
 class DispatchResult(NamedTuple):

@@ -92,21 +92,72 @@ class ControlLayout:
         """`region` as an array over `memory`, an arena's bytes as uint8."""
         return memory[region.offset : region.offset + region.num_bytes].view(region.dtype).reshape(region.shape)
 
+    def initial(self) -> np.ndarray:
+        """A new control block's bytes: all epochs are INITIAL_EPOCH, also those that peers will write.
+
+        With zeros there, an epoch close to 2^32 would be behind them, and a wait would end before anybody came.
+        """
+        memory = np.zeros(self.num_bytes, np.uint8)
+        for channel in Channel:
+            for name in ("state", "posts"):
+                self.view(memory, self.region(channel, name))["epoch"] = INITIAL_EPOCH
+            self.view(memory, self.region(channel, "done"))[...] = INITIAL_EPOCH
+        return memory
+
     def constants(self) -> dict[str, int]:
         """The layout as `cfg::` constants."""
-        names = {f"k{name.capitalize()}Offset": region.offset for name, region in self._regions.items()}
+        names = {f"k{camel(name)}Offset": region.offset for name, region in self._regions.items()}
         return {
             "kNumRanks": self.num_ranks,
             "kAbortOffset": self.abort.offset,
             "kChannelsOffset": self.channels_offset,
             "kChannelBytes": self.channel_bytes,
             "kCountsWords": counts_words(self.num_ranks),
+            "kPostEpochOffset": abi.POST.dtype.fields["epoch"][1],  # type: ignore[index]
             **names,
-            **{
-                "kChannel" + "".join(part.capitalize() for part in channel.name.split("_")): int(channel)
-                for channel in Channel
-            },
+            **{f"kChannel{camel(channel.name)}": int(channel) for channel in Channel},
         }
+
+
+# What the device tells the host, in pinned memory: one record for COUNT, one for the operations that nobody waits for.
+# verdict and abort stay until the host clears them; the posts that led to a verdict follow in HostLayout.
+HOST_RECORD = abi.Struct(
+    "HostRecord", abort="u64", bad_id="i64", verdict="u32", epoch="u32", most_tokens="u32", has_bad_id="u32"
+)
+
+
+class HostLayout:
+    """Offsets within the pinned memory of one rank; both records have the same parts."""
+
+    def __init__(self, num_ranks: int) -> None:
+        parts = (
+            ("record", (), HOST_RECORD.dtype),
+            ("host_posts", (num_ranks,), abi.POST.dtype),  # every rank's, when the verdict is not DONE
+            ("host_rows", (num_ranks,), np.dtype("u4")),  # COUNT: rows from each rank
+            ("host_experts", (abi.MAX_LOCAL_EXPERTS,), np.dtype("u4")),  # COUNT: listings of each local expert
+        )
+        self.regions, offset = {}, 0
+        for name, shape, dtype in parts:
+            self.regions[name] = Region(name, offset, shape, dtype)
+            offset = align(offset + self.regions[name].num_bytes)
+        self.record_bytes = offset
+        self.num_bytes = 2 * offset
+
+    def view(self, memory: np.ndarray, index: int, name: str) -> np.ndarray:
+        """Part `name` of record `index` (0: COUNT, 1: the others) over the pinned bytes `memory`."""
+        region = self.regions[name]
+        start = index * self.record_bytes + region.offset
+        return memory[start : start + region.num_bytes].view(region.dtype).reshape(region.shape)
+
+    def constants(self) -> dict[str, int]:
+        """The layout as `cfg::` constants; kHostRecordBytes is the distance of the two records."""
+        names = {f"k{camel(name)}Offset": region.offset for name, region in self.regions.items() if name != "record"}
+        return {"kHostRecordBytes": self.record_bytes, **names}
+
+
+def camel(name: str) -> str:
+    """snake_case or SCREAMING_CASE as CamelCase."""
+    return "".join(part.capitalize() for part in name.split("_"))
 
 
 @dataclass(frozen=True)
@@ -120,6 +171,15 @@ class RowLayout:
     num_topk: int = 0
     idx_bytes: int = 0  # bytes of one id: 4, 8, or 0 when no ids travel
     with_weights: bool = False
+
+    def parts(self, capacity: int) -> dict[str, int]:
+        """Bytes of `capacity` rows of each part that travels."""
+        sizes = {
+            "rows": self.row_bytes,
+            "idx": self.num_topk * self.idx_bytes,
+            "weights": self.num_topk * 4 * self.with_weights,
+        }
+        return {name: capacity * size for name, size in sizes.items() if size}
 
     def offsets(self, capacity: int) -> dict[str, int]:
         """Byte offsets of rows, idx and weights from the block's start, and the block's size as `num_bytes`."""

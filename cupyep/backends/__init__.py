@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from cupyep.backends.base import Backend
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 
 
-def create(comm: Communicator, config: BufferConfig, device: int | None) -> Backend:
+def create(comm: Communicator, config: BufferConfig, device: int | None, num_sms: int | None) -> Backend:
     """Collective: the backend that `config` asks for; "auto" takes cuda if every rank has a GPU and CuPy."""
     name = config.backend
     if name == "auto":
@@ -16,12 +20,28 @@ def create(comm: Communicator, config: BufferConfig, device: int | None) -> Back
     if name == "cuda":
         from cupyep.backends.cuda.backend import CudaBackend
 
-        return CudaBackend(comm, config, device)
+        return CudaBackend(comm, config, device, num_sms)
     from cupyep.backends.numpy.backend import NumpyBackend
 
     return NumpyBackend(comm, config)
 
 
 def cuda_usable() -> bool:
-    """Whether the CUDA backend can run here. Makes no CUDA context."""
-    return False
+    """Whether the CUDA backend can run here: CuPy is installed and sees a GPU. Makes no CUDA context."""
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    from cupyep.backends.cuda.devices import usable
+
+    return usable()
+
+
+@contextmanager
+def rank_context(rank: int) -> Iterator[None]:
+    """What a thread needs to be a rank: on a GPU, a device and a stream of its own."""
+    if cuda_usable():
+        from cupyep.backends.cuda.streams import rank_stream
+
+        with rank_stream(rank):
+            yield
+    else:
+        yield

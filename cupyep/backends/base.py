@@ -11,7 +11,6 @@ from typing import Any
 from cupyep import abi, checks
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
-from cupyep.handle import Handle
 from cupyep.layout import RowLayout, align
 
 BLOCKS_PER_ARENA = 3  # worst-case blocks: a dispatch output, a combine input, and one more result kept by the caller
@@ -103,11 +102,11 @@ class Backend(ABC):
         """(recv_x, recv_topk_idx, recv_topk_weights, handle, event). Collective."""
 
     @abstractmethod
-    def cached_dispatch(self, x: Any, handle: Handle, *, copy: bool, num_sms: int | None) -> tuple:
+    def cached_dispatch(self, x: Any, handle: Any, *, copy: bool, num_sms: int | None) -> tuple:
         """(recv_x, event): rows only, along a routing that is known. Collective."""
 
     @abstractmethod
-    def combine(self, x: Any, handle: Handle, topk_weights: Any, *, num_sms: int | None) -> tuple:
+    def combine(self, x: Any, handle: Any, topk_weights: Any, *, num_sms: int | None) -> tuple:
         """(combined_x, combined_topk_weights, event). Collective."""
 
     @abstractmethod
@@ -134,6 +133,10 @@ class Backend(ABC):
     def comm_stream(self) -> Any:
         """The stream that operations run on, or None."""
         return None
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises what a peer or an operation behind us has met, once all our operations are complete. Local."""
 
     @abstractmethod
     def abort(self) -> None:

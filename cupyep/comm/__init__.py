@@ -6,9 +6,9 @@ from typing import Any
 
 from cupyep import env
 from cupyep.comm.base import Communicator
-from cupyep.comm.local import LocalComm, run_local, single
+from cupyep.comm.local import LocalComm, run_threads, single
 
-__all__ = ["Communicator", "LocalComm", "connect", "run_local"]
+__all__ = ["Communicator", "LocalComm", "connect", "run_threads"]
 
 
 def connect(comm: Any, timeout_s: float | None) -> Communicator:

@@ -1,10 +1,11 @@
-"""Ranks as threads of one process: for notebooks, debuggers and tests. See run_local."""
+"""Ranks as threads of one process: for notebooks, debuggers and tests. See cupyep.run_local."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from cupyep.comm.base import Communicator
@@ -38,7 +39,7 @@ class _Group:
 
 
 class LocalComm(Communicator):
-    """One thread's membership of a group of threads; `run_local` makes them. Duck-types mpi4py where it matters."""
+    """One thread's membership of a group of threads; `cupyep.run_local` makes them."""
 
     in_process = True
 
@@ -101,20 +102,14 @@ def single() -> LocalComm:
     return LocalComm(_Group(1, {}, threading.Condition()), 0)
 
 
-def run_local(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float | None = None) -> list[Any]:
-    """Runs `fn(comm, *args)` in `num_ranks` threads, one per rank, and returns their results in rank order.
-
-    Args:
-        fn: the program of one rank; `comm` is its LocalComm, to be given to `cupyep.Buffer`.
-        num_ranks: number of threads, at least 1.
-        args: passed on to every rank as they are.
-        timeout_s: how long to wait for all ranks, in seconds; None waits for ever.
-
-    Returns: the results, a list in rank order.
-    Raises: what a rank raised (the lowest rank's, and a rank's own error rather than one that it got because a peer
-        failed). The other ranks are released from cupyep's waits at once. TimeoutError after timeout_s.
-    Sync: blocks until every thread has ended.
-    """
+def run_threads(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    timeout_s: float | None,
+    context: Callable[[int], AbstractContextManager[None]],
+) -> list[Any]:
+    """As cupyep.run_local, each thread within `context(rank)`."""
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
         raise ValueError(f"num_ranks: expected an int of at least 1, got {num_ranks!r}")
     group = _Group(num_ranks, {}, threading.Condition())
@@ -123,7 +118,8 @@ def run_local(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: flo
 
     def body(rank: int) -> None:
         try:
-            results[rank] = fn(LocalComm(group, rank), *args)
+            with context(rank):
+                results[rank] = fn(LocalComm(group, rank), *args)
         except BaseException as error:
             with group.condition:
                 errors[rank] = error

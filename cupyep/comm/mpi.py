@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import mpi4py
 from mpi4py import MPI
 
 from cupyep.comm.base import Communicator
@@ -71,3 +72,14 @@ def communicator(comm: Any, timeout_s: float | None) -> MpiCommunicator:
     if comm == MPI.COMM_NULL:
         raise ValueError("comm: expected a communicator that this rank belongs to, got MPI.COMM_NULL")
     return MpiCommunicator(comm, timeout_s)
+
+
+def library_info() -> dict[str, str]:
+    """Which mpi4py, which MPI library, and the thread level it grants. Local; importing this module has started MPI."""
+    levels = ("single", "funneled", "serialized", "multiple")
+    numbers = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    return {
+        "mpi4py": mpi4py.__version__,
+        "library": " ".join(MPI.Get_library_version().splitlines()[0].split()),
+        "thread_level": dict(zip(numbers, levels, strict=True))[MPI.Query_thread()],
+    }

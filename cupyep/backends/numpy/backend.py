@@ -17,9 +17,9 @@ from cupyep.backends.base import Backend, Capacity, CompletedEvent, Shape
 from cupyep.backends.numpy import routing
 from cupyep.backends.numpy.memory import create_arena
 from cupyep.backends.numpy.operations import Operations
+from cupyep.backends.numpy.routing import NumpyHandle
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
-from cupyep.handle import Handle
 from cupyep.layout import ControlLayout, RowLayout
 
 
@@ -36,7 +36,7 @@ class NumpyBackend(Backend):
 
     def _resize(self, capacity: Capacity) -> None:
         timeout_s = self._config.timeout_s
-        self._arena = create_arena(self._comm, self._control.num_bytes, capacity.heap_bytes, timeout_s)
+        self._arena = create_arena(self._comm, self._control.initial(), capacity.heap_bytes, timeout_s)
         self._operations = Operations(self._arena, self._control, self._comm, timeout_s)
 
     def _load(self, shape: Shape) -> None:
@@ -61,11 +61,11 @@ class NumpyBackend(Backend):
         matrix, experts, most_tokens = self._operations.count(shape, route, num_experts)
         self._ensure(shape, most_tokens)
         rank = self._comm.rank
-        handle = Handle(
+        handle = NumpyHandle(
             num_tokens=len(x),
             num_topk=topk_idx.shape[1],
             num_experts=num_experts,
-            send_row=np.where(route.is_token_in_rank, route.order + matrix[:rank].sum(0), -1).astype(np.int32),
+            rows=np.where(route.is_token_in_rank, route.order + matrix[:rank].sum(0), -1).astype(np.int32),
             num_recv_tokens=int(matrix[:, rank].sum()),
             num_recv_tokens_per_rank=matrix[:, rank].tolist(),
             num_recv_tokens_per_expert=experts.tolist(),
@@ -79,20 +79,20 @@ class NumpyBackend(Backend):
             received = tuple(None if array is None else array.copy() for array in received)
         return *received, handle, CompletedEvent()
 
-    def cached_dispatch(self, x: Any, handle: Handle, *, copy: bool, num_sms: int | None) -> tuple:
+    def cached_dispatch(self, x: Any, handle: NumpyHandle, *, copy: bool, num_sms: int | None) -> tuple:
         shape = Shape(Operation.PUSH, x.shape[1], x.dtype, RowLayout(x.shape[1] * x.itemsize))
         self._agree(shape, handle)
         recv_x = self._operations.push(shape, x, None, None, handle)[0]
         return recv_x.copy() if copy else recv_x, CompletedEvent()
 
-    def combine(self, x: Any, handle: Handle, topk_weights: Any, *, num_sms: int | None) -> tuple:
+    def combine(self, x: Any, handle: NumpyHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
         with_weights = topk_weights is not None
         rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk if with_weights else 0, 0, with_weights)
         shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
         self._agree(shape, handle)
         return *self._operations.pull(shape, x, topk_weights, handle), CompletedEvent()
 
-    def _agree(self, shape: Shape, handle: Handle) -> None:
+    def _agree(self, shape: Shape, handle: NumpyHandle) -> None:
         if shape not in self._prepared:  # equal on all ranks, or their posts differ
             self._operations.agree(shape, handle)
             self._ensure(shape)
@@ -112,6 +112,9 @@ class NumpyBackend(Backend):
 
     def record_stream(self, array: Any, stream: Any) -> None:
         pass  # operations are complete when they return
+
+    def check(self) -> None:
+        self._operations.check()
 
     def abort(self) -> None:
         self._operations.abort()

@@ -21,7 +21,8 @@ import numpy as np
 from cupyep import env
 from cupyep.backends.freelist import FreeList
 from cupyep.comm import Communicator
-from cupyep.errors import ArenaExhaustedError, TopologyError
+from cupyep.comm.host import check_same_host
+from cupyep.errors import ArenaExhaustedError
 from cupyep.layout import ALIGNMENT
 
 _PAGE = mmap.PAGESIZE
@@ -115,12 +116,16 @@ class _Block:
         self._arena.heap.released.append(self._range)  # drained by the next alloc; no lock here
 
 
-def create_arena(comm: Communicator, control_bytes: int, heap_bytes: int, timeout_s: float | None) -> Arena:
-    """Collective: an arena of control block + heap on every rank, mapped by every rank. Sizes may not differ."""
+def create_arena(comm: Communicator, initial: np.ndarray, heap_bytes: int, timeout_s: float | None) -> Arena:
+    """Collective: an arena of control block + heap on every rank, mapped by every rank. Sizes may not differ.
+
+    `initial`: the control block's bytes, which every rank sees before any rank returns.
+    """
+    control_bytes = initial.nbytes
     num_bytes = -(-(control_bytes + heap_bytes) // _PAGE) * _PAGE
     if comm.in_process:
-        return _create_private(comm, num_bytes, control_bytes, timeout_s)
-    _check_same_host(comm, timeout_s)
+        return _create_private(comm, num_bytes, initial, timeout_s)
+    check_same_host(comm, timeout_s)
     path = env.shm_dir() / f"cupyep-{os.getpid()}-{secrets.token_hex(8)}"
     files: list[int] = []
 
@@ -129,6 +134,7 @@ def create_arena(comm: Communicator, control_bytes: int, heap_bytes: int, timeou
         files.append(descriptor)
         os.ftruncate(descriptor, num_bytes)
         os.posix_fallocate(descriptor, 0, control_bytes)
+        os.pwrite(descriptor, initial.tobytes(), 0)
         return path
 
     def attach() -> list[np.ndarray]:
@@ -150,27 +156,11 @@ def create_arena(comm: Communicator, control_bytes: int, heap_bytes: int, timeou
     return Arena(memories, comm.rank, control_bytes, files, None)
 
 
-def _create_private(comm: Communicator, num_bytes: int, control_bytes: int, timeout_s: float | None) -> Arena:
+def _create_private(comm: Communicator, num_bytes: int, initial: np.ndarray, timeout_s: float | None) -> Arena:
     raw = np.empty(num_bytes + ALIGNMENT, np.uint8)  # not touched: the heap costs nothing until it is used
     start = -raw.ctypes.data % ALIGNMENT
-    raw[start : start + control_bytes] = 0
+    raw[start : start + initial.nbytes] = initial
     everyone = comm.allgather(
         (raw[start : start + num_bytes], threading.Lock()), operation="create arena", timeout_s=timeout_s
     )
-    return Arena([memory for memory, _ in everyone], comm.rank, control_bytes, [], everyone[0][1])
-
-
-def _check_same_host(comm: Communicator, timeout_s: float | None) -> None:
-    """Raises TopologyError on every rank if some two do not share a kernel and an IPC namespace."""
-    hosts = comm.allgather(host_id(), operation="create arena", timeout_s=timeout_s)
-    if len(set(hosts)) > 1:
-        why = "on another host or in another IPC namespace"
-        raise TopologyError("ranks cannot share memory", [[why if a != b else None for b in hosts] for a in hosts])
-
-
-def host_id() -> str:
-    """What tells hosts apart: the kernel's boot id and the IPC namespace. Host names repeat among containers."""
-    if name := env.host_name():
-        return name
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot_id}/{os.readlink('/proc/self/ns/ipc')}"
+    return Arena([memory for memory, _ in everyone], comm.rank, initial.nbytes, [], everyone[0][1])

@@ -11,10 +11,10 @@ from cupyep.abi import Operation, Status
 from cupyep.backends.base import Shape
 from cupyep.backends.numpy import routing
 from cupyep.backends.numpy.memory import Arena
+from cupyep.backends.numpy.routing import NumpyHandle
 from cupyep.backends.numpy.sync import Channel
 from cupyep.comm import Communicator
 from cupyep.errors import ArenaExhaustedError
-from cupyep.handle import Handle
 from cupyep.layout import Channel as ChannelId
 from cupyep.layout import ControlLayout
 
@@ -29,7 +29,6 @@ class Operations:
         self._normal, self._barrier = (
             Channel(arena, control, comm, channel, timeout_s) for channel in (ChannelId.NORMAL, ChannelId.BARRIER)
         )
-        comm.barrier(operation="create arena", timeout_s=timeout_s)  # nobody posts before all have initialised
 
     def count(self, shape: Shape, route: routing.Route, num_experts: int) -> tuple[np.ndarray, np.ndarray, int]:
         """Exchanges counts: (rows [source, destination], listings of our experts, most tokens of any rank)."""
@@ -48,7 +47,7 @@ class Operations:
         self._normal.end()
         return counts[:, :size], counts[:, size : size + num_local].sum(0), int(posts["num_tokens"].max())
 
-    def agree(self, shape: Shape, handle: Handle) -> None:
+    def agree(self, shape: Shape, handle: NumpyHandle) -> None:
         """Raises MismatchError on all ranks unless all mean the same operation; moves nothing."""
         self._normal.begin(shape.operation)
         self._normal.post(self._record(shape, handle, 0))
@@ -56,7 +55,12 @@ class Operations:
         self._normal.end()
 
     def push(
-        self, shape: Shape, x: np.ndarray, topk_idx: np.ndarray | None, topk_weights: np.ndarray | None, handle: Handle
+        self,
+        shape: Shape,
+        x: np.ndarray,
+        topk_idx: np.ndarray | None,
+        topk_weights: np.ndarray | None,
+        handle: NumpyHandle,
     ) -> tuple:
         """Our rows into every rank's block, theirs into ours: (recv_x, recv_topk_idx, recv_topk_weights)."""
         capacity, rank, num_local = handle.num_recv_tokens, self._comm.rank, handle.num_experts // self._comm.size
@@ -89,7 +93,7 @@ class Operations:
         self._normal.finish()
         return self._parts(rank, record, shape, block)
 
-    def pull(self, shape: Shape, x: np.ndarray, topk_weights: np.ndarray | None, handle: Handle) -> tuple:
+    def pull(self, shape: Shape, x: np.ndarray, topk_weights: np.ndarray | None, handle: NumpyHandle) -> tuple:
         """Sums, for each of our tokens, the rows at the ranks that it was sent to: (combined_x, combined weights)."""
         record = self._record(shape, handle, len(x))
         try:
@@ -114,6 +118,10 @@ class Operations:
         self._barrier.wait_posts()
         self._barrier.end()
 
+    def check(self) -> None:
+        """Raises if a peer has left for good."""
+        self._normal.check_abort()
+
     def abort(self) -> None:
         """Leaves for good because this rank's program raised."""
         self._normal.abort(abi.AbortKind.RAISED, self._comm.rank)
@@ -128,7 +136,7 @@ class Operations:
             raise ArenaExhaustedError(int(posts[rank]["rows_offset"]), int(posts[rank]["idx_offset"]), int(rank))
         return posts
 
-    def _record(self, shape: Shape, handle: Handle, capacity: int) -> np.ndarray:
+    def _record(self, shape: Shape, handle: NumpyHandle, capacity: int) -> np.ndarray:
         return abi.POST(
             operation=shape.operation,
             num_experts=handle.num_experts,

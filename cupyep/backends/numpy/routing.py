@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupyep.handle import Handle
+
 
 @dataclass(frozen=True)
 class Route:
@@ -24,6 +26,17 @@ class Route:
     num_tokens_per_rank: np.ndarray
     num_tokens_per_expert: np.ndarray
     bad_id: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class NumpyHandle(Handle):
+    """A Handle whose rows are known as an array. rows: see Handle.send_row."""
+
+    rows: np.ndarray
+
+    @property
+    def send_row(self) -> np.ndarray:
+        return self.rows
 
 
 def route(topk_idx: np.ndarray, num_experts: int, num_ranks: int) -> Route:

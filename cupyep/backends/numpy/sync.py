@@ -18,15 +18,15 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from cupyep import abi, layout
 from cupyep.abi import AbortKind, Operation, Status
 from cupyep.backends.numpy.memory import Arena
+from cupyep.backends.verdict import abort_error, signature_mismatch
 from cupyep.comm import Communicator
-from cupyep.errors import CupyepError, MismatchError, PeerError, PeerTimeoutError, StateError
+from cupyep.errors import StateError
 
 _EPOCH_WORD = abi.POST.dtype.fields["epoch"][1] // 4  # type: ignore[index]
 _fence_lock = threading.Lock()
@@ -59,9 +59,6 @@ class Channel:
         self._done = [view["done"] for view in views]  # [owner][sender]
         self.counts = [view["counts"] for view in views]  # [owner][parity, sender, word]
         self._state = control.view(arena.own, control.region(channel, "state"))
-        for words in (self._state, self._posts[comm.rank]):  # ours; the caller holds a barrier before any use
-            words["epoch"] = layout.INITIAL_EPOCH
-        self._done[comm.rank][:] = layout.INITIAL_EPOCH
         self._abort = [control.view(memory, control.abort) for memory in arena.memories]
         self._arena, self._comm, self._timeout_s = arena, comm, timeout_s
         self._operation, self.epoch = Operation.BARRIER, 0
@@ -99,7 +96,7 @@ class Channel:
             self._wait(self._words[own][parity, peer], _EPOCH_WORD, peer)
         fence()  # H5: the epoch words before what they publish
         posts = self._posts[own][parity].copy()
-        if mismatch := signature_mismatch(posts, self._operation):
+        if mismatch := signature_mismatch(posts):
             self.end()
             raise mismatch
         return posts
@@ -158,32 +155,3 @@ class Channel:
             word = self._abort[0][0]
         for abort in self._abort:
             abort[0] = word
-
-
-def signature_mismatch(posts: np.ndarray, operation: Operation) -> MismatchError | None:
-    """The error that names the first rank and field that differ from rank 0's post, or None. All ranks agree on it."""
-    for rank in range(1, len(posts)):
-        for field in abi.SIGNATURE_FIELDS:
-            expected, got = int(posts[0][field]), int(posts[rank][field])
-            if expected != got:
-                return MismatchError(operation.verb, rank, *_readable(field, expected, got))
-    return None
-
-
-def _readable(field: str, expected: int, got: int) -> tuple[str, Any, Any]:
-    if field == "operation":
-        return field, Operation(expected).verb, Operation(got).verb
-    if field == "dtype":
-        return field, abi.DType(expected).name.lower(), abi.DType(got).name.lower()
-    if field == "flags":
-        names = [str([flag.name.lower() for flag in abi.Flag if value & flag]) for value in (expected, got)]
-        return field, names[0], names[1]
-    return field, expected, got
-
-
-def abort_error(word: int, waited_s: float) -> CupyepError:
-    """The exception for an abort word other than 0."""
-    kind, operation, rank, peer, epoch = abi.unpack_abort(word)
-    if kind == AbortKind.TIMEOUT:
-        return PeerTimeoutError(operation.verb, epoch, rank, peer, waited_s)
-    return PeerError(operation.verb, epoch, rank, peer, kind.reason)

@@ -1,0 +1,210 @@
+#pragma once
+// The handshake of one channel on the device: posts, done words, deadlines, abort and revoke. Its twin on the CPU is
+// cupyep/backends/numpy/sync.py; the protocol is the same word for word.
+//
+// One operation of epoch e, seen from one rank:
+//   begin        every thread: e = the channel's epoch + 1. The epoch advances when the rank's last CTA is through.
+//   post         CTA 0: our Post to every rank, slot [e % 2][us]; the epoch word last, with release (H8)
+//   wait_posts   every CTA: until slot [e % 2][s] of our own control block says e, for EVERY rank s (H5, H7)
+//   ...          rows move
+//   arrive_last  every CTA: true in the one that comes last (H9)
+//   finish       the last CTA: done = e at every rank (H4, H8), then until every rank's done word here has reached e (H5)
+//
+// Whoever waits past the deadline, or sees the abort word, leaves: issue nothing more, drain own copies, exit.
+#include <cupyep/ptx/fence.cuh>
+#include <cupyep/ptx/ld_st.cuh>
+#include <cupyep/ptx/warp.cuh>
+
+namespace cupyep {
+
+using ptx::u32;
+using ptx::u64;
+using u8 = unsigned char;
+
+constexpr u32 kSignatureWords = 7;  // the leading words of a Post, which all ranks must post alike
+constexpr u32 kPostEpochWord = cfg::kPostEpochOffset / 4;
+constexpr u32 kPostWords = sizeof(Post) / 4;
+
+// --- addresses -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u8* arena(const Sync& sync, u32 rank) {
+  return reinterpret_cast<u8*>(reinterpret_cast<const u64*>(sync.peers)[rank]);
+}
+
+__device__ __forceinline__ u8* channel(const Sync& sync, u32 rank) {
+  return arena(sync, rank) + cfg::kChannelsOffset + static_cast<u64>(sync.channel) * cfg::kChannelBytes;
+}
+
+__device__ __forceinline__ ChannelState* channel_state(const Sync& sync) {
+  return reinterpret_cast<ChannelState*>(channel(sync, sync.rank) + cfg::kStateOffset);
+}
+
+// What `sender` told `owner` about epoch `epoch`: in owner's memory.
+__device__ __forceinline__ Post* post_slot(const Sync& sync, u32 owner, u32 epoch, u32 sender) {
+  return reinterpret_cast<Post*>(channel(sync, owner) + cfg::kPostsOffset) + (epoch & 1) * cfg::kNumRanks + sender;
+}
+
+__device__ __forceinline__ u32* done_word(const Sync& sync, u32 owner, u32 sender) {
+  return reinterpret_cast<u32*>(channel(sync, owner) + cfg::kDoneOffset) + sender;
+}
+
+__device__ __forceinline__ u64* abort_word(const Sync& sync, u32 owner) {
+  return reinterpret_cast<u64*>(arena(sync, owner) + cfg::kAbortOffset);
+}
+
+__device__ __forceinline__ u8* host_record(const Sync& sync, u32 index) {
+  return reinterpret_cast<u8*>(sync.host) + index * cfg::kHostRecordBytes;
+}
+
+// --- abort -----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ bool aborted(const Sync& sync) { return ptx::ld_relaxed_sys(abort_word(sync, sync.rank)) != 0; }
+
+// Leaves for good. Our posts are revoked first; then rank 0's abort word arbitrates: the first record there is the
+// verdict of all ranks, and whoever got that far tells everyone.
+__device__ inline void abort_all(const Sync& sync, u64 record, u32 epoch) {
+  for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
+    ptx::st_relaxed_sys(&post_slot(sync, rank, epoch, sync.rank)->status, static_cast<u32>(cfg::kStatusRevoked));
+  }
+  ptx::fence_acq_rel_sys();
+  const u64 first = ptx::atom_acq_rel_sys_cas(abort_word(sync, 0), 0ULL, record);
+  const u64 verdict = first == 0 ? record : first;
+  for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) ptx::st_release_sys(abort_word(sync, rank), verdict);
+}
+
+__device__ __forceinline__ u64 abort_record(const Sync& sync, u32 kind, u32 operation, u32 peer, u32 epoch) {
+  return static_cast<u64>(kind) << 60 | static_cast<u64>(operation) << 56 | static_cast<u64>(sync.rank) << 44 |
+         static_cast<u64>(peer) << 32 | epoch;
+}
+
+// A wait's patience: counts tries and now and then looks at the clock and at the abort word.
+struct Patience {
+  u64 start = 0;
+  u32 tries = 0;
+
+  // After a failed try. True: leave. `peer` is the rank that we are waiting for.
+  __device__ __forceinline__ bool exhausted(const Sync& sync, u32 operation, u32 peer, u32 epoch) {
+    if (++tries % 32 != 0) return false;
+    if (aborted(sync)) return true;
+    const u64 now = ptx::globaltimer();
+    if (start == 0) start = now;
+    if (sync.timeout_ns == 0 || now - start < sync.timeout_ns) return false;
+    abort_all(sync, abort_record(sync, cfg::kAbortTimeout, operation, peer, epoch), epoch);
+    return true;
+  }
+};
+
+// Until *word has reached `epoch` (signed difference: epochs wrap). False: leave.
+__device__ inline bool wait_word(const Sync& sync, const u32* word, u32 epoch, u32 operation, u32 peer) {
+  Patience patience;
+  while (static_cast<int>(ptx::ld_acquire_sys(word) - epoch) < 0) {
+    if (patience.exhausted(sync, operation, peer, epoch)) return false;
+  }
+  return true;
+}
+
+// --- one operation ---------------------------------------------------------------------------------------------------
+
+// Every thread; returns the operation's epoch. The busy word catches two operations of one channel at once.
+__device__ inline u32 begin(const Sync& sync, u32 operation) {
+  ChannelState* state = channel_state(sync);
+  const u32 epoch = ptx::ld_relaxed_gpu(&state->epoch) + 1;
+  if (blockIdx.x == 0 && threadIdx.x == 0 && ptx::atom_acq_rel_gpu_cas(&state->busy, 0u, 1u) != 0) {
+    abort_all(sync, abort_record(sync, cfg::kAbortOverlap, operation, sync.rank, epoch), epoch);
+  }
+  return epoch;
+}
+
+// CTA 0, all threads. What was stored before, by any of its threads, is published with the post (H8).
+__device__ inline void post(const Sync& sync, const Post& mine, u32 epoch) {
+  __syncthreads();
+  const u32* words = reinterpret_cast<const u32*>(&mine);
+  for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
+    u32* slot = reinterpret_cast<u32*>(post_slot(sync, peer, epoch, sync.rank));
+#pragma unroll
+    for (u32 word = 0; word < kPostWords; ++word) {
+      if (word != kPostEpochWord) ptx::st_relaxed_sys(slot + word, words[word]);
+    }
+    // sync(post) RELEASE.sys: the words above, and counts stored before the barrier (H8). Read by: wait_posts.
+    ptx::st_release_sys(slot + kPostEpochWord, epoch);
+  }
+}
+
+// Every CTA, all threads; the same verdict in every thread of every CTA of every rank, but for kVerdictAborted.
+// Afterwards any thread may read the posts of this epoch and any thread may issue bulk copies to the posted blocks.
+__device__ inline u32 wait_posts(const Sync& sync, u32 operation, u32 epoch) {
+  const Post* posts = post_slot(sync, sync.rank, epoch, 0);
+  bool arrived = true;
+  for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
+    // sync(post) ACQUIRE.sys: pairs with RELEASE in post; the proxy fence, because bulk copies follow (H5, H7).
+    arrived &= wait_word(sync, &posts[peer].epoch, epoch, operation, peer);
+  }
+#if __CUDA_ARCH__ >= 900
+  ptx::fence_proxy_async();
+#endif
+  if (!__syncthreads_and(arrived)) return cfg::kVerdictAborted;
+  bool mismatch = false, failed = false, revoked = aborted(sync);
+  for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
+    const u32* first = reinterpret_cast<const u32*>(posts);
+    const u32* words = reinterpret_cast<const u32*>(posts + peer);
+    for (u32 word = 0; word < kSignatureWords; ++word) mismatch |= words[word] != first[word];
+    failed |= posts[peer].status == cfg::kStatusFailed;
+    revoked |= posts[peer].status == cfg::kStatusRevoked;
+  }
+  if (__syncthreads_or(revoked)) return cfg::kVerdictAborted;
+  if (__syncthreads_or(mismatch)) return cfg::kVerdictMismatch;
+  return __syncthreads_or(failed) ? cfg::kVerdictFailed : cfg::kVerdictDone;
+}
+
+// Every CTA, all threads, after their last access to peers' memory: true in all threads of the last CTA to come.
+__device__ inline bool arrive_last(const Sync& sync) {
+  __shared__ bool last;
+  // sync(arrive) H9: every thread's stores and completed bulk copies, the barrier, then acquire and release by one.
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = ptx::atom_acq_rel_gpu_add(&channel_state(sync)->arrived, 1u) == gridDim.x - 1;
+  }
+  __syncthreads();
+  return last;
+}
+
+// The last CTA: tells every rank that our part is complete, and waits until all are. False: leave.
+__device__ inline bool exchange_done(const Sync& sync, u32 operation, u32 epoch) {
+  bool complete = true;
+  if (__syncthreads_or(aborted(sync))) return false;  // some warp has left: our part is not complete
+  for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
+    // sync(done) RELEASE.sys: all rows of this rank, handed over by arrive_last (H4, H8, H9). Read by: the loop below.
+    ptx::st_release_sys(done_word(sync, peer, sync.rank), epoch);
+  }
+  for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
+    // sync(done) ACQUIRE.sys: pairs with RELEASE above, at the peer; the kernel's end hands it on (H5).
+    complete &= wait_word(sync, done_word(sync, sync.rank, peer), epoch, operation, peer);
+  }
+  return __syncthreads_and(complete);
+}
+
+// The last CTA, all threads: tells the host how it ended, unless well, and lets the channel's next operation begin.
+__device__ inline void end(const Sync& sync, u32 index, u32 epoch, u32 verdict) {
+  u8* record = host_record(sync, index);
+  if (verdict != cfg::kVerdictDone) {
+    const u32* posts = reinterpret_cast<const u32*>(post_slot(sync, sync.rank, epoch, 0));
+    u32* copy = reinterpret_cast<u32*>(record + cfg::kHostPostsOffset);
+    for (u32 word = threadIdx.x; word < kPostWords * cfg::kNumRanks; word += blockDim.x) copy[word] = posts[word];
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    HostRecord* host = reinterpret_cast<HostRecord*>(record);
+    if (verdict != cfg::kVerdictDone) {
+      host->abort = ptx::ld_relaxed_sys(abort_word(sync, sync.rank));
+      host->epoch = epoch;
+      host->verdict = verdict;
+      ptx::fence_acq_rel_sys();
+    }
+    ChannelState* state = channel_state(sync);
+    ptx::st_relaxed_gpu(&state->arrived, 0u);
+    ptx::st_relaxed_gpu(&state->epoch, epoch);
+    ptx::st_release_gpu(&state->busy, 0u);
+  }
+}
+
+}  // namespace cupyep

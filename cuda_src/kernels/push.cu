@@ -1,0 +1,112 @@
+// PUSH: our rows into their final places at every destination. Any number of CTAs, kWarps independent warps each.
+//
+//   in    x [num_tokens][kRowBytes]; order and routing from COUNT; topk_idx and topk_weights, or 0
+//   out   at each destination's block: rows, and beside them local expert ids and weights (side rows)
+//   sync  post (H7: the block may be written), done (H4, H8, H9)
+//   moves each row once from memory and once to each destination: the SM's store port is the limit
+//
+// TMA mover, per warp: a ring of kStages slots of kChunkBytes. Lane 0 loads a chunk of a row (mbarrier), and every lane
+// whose rank gets the token issues one bulk store from the slot. A slot is refilled when the group of stores before the
+// newest has read it (wait_group.read 1: stage i - 1 is free while stage i is being read).
+//   slot    load .. full | stores read .. free | load ...
+// Vector mover: the same walk with registers in place of the slot.
+#include <cupyep/mover.cuh>
+
+using namespace cupyep;
+
+constexpr u32 kGroups = (cfg::kNumRanks + 31) / 32;
+
+// Where rows go at each destination, from the posts; in shared memory.
+struct Destinations {
+  u8* rows[cfg::kNumRanks];
+  u8* idx[cfg::kNumRanks];
+  float* weights[cfg::kNumRanks];
+  u32 base[cfg::kNumRanks];      // our first row there
+  u32 capacity[cfg::kNumRanks];  // rows that the block holds
+};
+
+// The row of `token` at rank group * 32 + lane, or -1.
+__device__ __forceinline__ int row_at(const PushParams& p, const Destinations& to, u32 token, u32 group, u32 lane) {
+  const u32 rank = group * 32 + lane;
+  if (rank >= cfg::kNumRanks) return -1;
+  const int order = reinterpret_cast<const int*>(p.order)[static_cast<u64>(token) * cfg::kNumRanks + rank];
+  return order < 0 ? -1 : order + static_cast<int>(to.base[rank]);
+}
+
+// A row at or past the capacity is never written; the whole group leaves (cannot happen unless memory was corrupted).
+__device__ __forceinline__ bool within(const PushParams& p, const Destinations& to, int row, u32 rank, u32 epoch) {
+  if (static_cast<u32>(row) < to.capacity[rank]) return true;
+  abort_all(p.sync, abort_record(p.sync, cfg::kAbortOverflow, cfg::kOperationPush, rank, epoch), epoch);
+  return false;
+}
+
+// Ids and weights of one token to the ranks of one group; lane k carries column k. All lanes.
+__device__ __forceinline__ void push_side_rows(const PushParams& p, const Destinations& to, u32 token, int row, u32 group, u32 lane) {
+  const u32 num_topk = p.post.num_topk;
+  const bool wide = p.post.flags & cfg::kFlagIdx64;
+  const u64 at = static_cast<u64>(token) * num_topk + lane;
+  long long id = -1;
+  float weight = 0;
+  if (lane < num_topk) {
+    id = wide ? reinterpret_cast<const long long*>(p.topk_idx)[at] : reinterpret_cast<const int*>(p.topk_idx)[at];
+    if (p.topk_weights != 0) weight = reinterpret_cast<const float*>(p.topk_weights)[at];
+  }
+  for (u32 left = __ballot_sync(~0u, row >= 0); left != 0; left &= left - 1) {
+    const u32 owner = __ffs(left) - 1, rank = group * 32 + owner;
+    const u64 column = static_cast<u64>(__shfl_sync(~0u, row, owner)) * num_topk + lane;
+    if (lane < num_topk) {
+      const long long local = id - static_cast<long long>(rank) * p.num_local_experts;
+      const bool here = local >= 0 && local < p.num_local_experts;
+      const long long sent = here ? local : -1;
+      if (wide) reinterpret_cast<long long*>(to.idx[rank])[column] = sent;
+      else reinterpret_cast<int*>(to.idx[rank])[column] = static_cast<int>(sent);
+      if (p.topk_weights != 0) to.weights[rank][column] = here ? weight : 0.0f;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(cfg::kWarps * 32, 1) push(const __grid_constant__ PushParams p) {
+  extern __shared__ __align__(128) u8 smem[];
+  __shared__ Destinations to;
+  const Routing* routing = reinterpret_cast<const Routing*>(p.routing);
+  if (routing->skip) return;  // COUNT found that no rank may push: no epoch, no post
+  const u32 lane = threadIdx.x % 32;
+  const u32 epoch = begin(p.sync, cfg::kOperationPush);
+  const Walk walk(p.num_tokens);
+  Mover mover(smem, walk, reinterpret_cast<const u8*>(p.x));  // starts to load: x is ours, no peer is involved
+
+  if (blockIdx.x == 0) post(p.sync, p.post, epoch);
+  u32 verdict = wait_posts(p.sync, cfg::kOperationPush, epoch);
+  for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
+    const Post& theirs = *post_slot(p.sync, p.sync.rank, epoch, rank);
+    u8* block = arena(p.sync, rank);
+    to.rows[rank] = block + theirs.rows_offset;
+    to.idx[rank] = block + theirs.idx_offset;
+    to.weights[rank] = reinterpret_cast<float*>(block + theirs.weights_offset);
+    to.base[rank] = reinterpret_cast<const int*>(routing + 1)[rank];
+    to.capacity[rank] = theirs.capacity;
+  }
+  __syncthreads();
+
+  bool leave = verdict != cfg::kVerdictDone, stop = false;
+  for (u32 i = 0; i < walk.count && !leave; ++i) {
+    const Unit unit = walk.unit(i);
+    bool fits = true;
+    mover.wait(i);
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) {
+      const int row = row_at(p, to, unit.token, group, lane);
+      const u32 rank = group * 32 + lane;
+      const bool goes = row >= 0 && (fits &= within(p, to, row, rank, epoch));
+      mover.store(goes ? to.rows[rank] + static_cast<u64>(row) * cfg::kRowBytes : nullptr, unit);
+      if (unit.chunk == 0 && p.topk_idx != 0) push_side_rows(p, to, unit.token, goes ? row : -1, group, lane);
+    }
+    mover.next(i);
+    leave = __any_sync(~0u, stop || !fits);
+    stop = aborted(p.sync);  // looked at one turn later, so that its latency is hidden
+  }
+  mover.drain();  // H4: every store is complete before this rank says so
+  if (!arrive_last(p.sync)) return;
+  if (verdict == cfg::kVerdictDone && !exchange_done(p.sync, cfg::kOperationPush, epoch)) verdict = cfg::kVerdictAborted;
+  end(p.sync, 1, epoch, verdict);
+}

@@ -1,0 +1,172 @@
+"""A rank's GPU memory that its peers can reach: one cudaMalloc block, exported once, sub-allocated on the host."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from cupyep import env
+from cupyep.backends.freelist import FreeList
+from cupyep.comm import Communicator
+from cupyep.errors import TopologyError
+from cupyep.layout import align
+
+_retired: list[tuple[int, int, Any]] = []  # (device, address, blocks) of closed arenas whose arrays are still alive
+_retired_lock = threading.Lock()
+
+
+class Arena:
+    """One rank's arena and the addresses of all others. Creation and close are collective.
+
+    Attributes: address, num_bytes; addresses (by rank); peers (the same as a device array, for the kernels).
+    """
+
+    def __init__(
+        self, comm: Communicator, device: int, initial: np.ndarray, heap_bytes: int, timeout_s: float | None
+    ) -> None:
+        """`initial`: the control block's bytes, which every rank sees before any rank returns."""
+        free_retired()
+        self._comm, self._device, self._timeout_s = comm, device, timeout_s
+        self.num_bytes = align(initial.nbytes, 1 << 21) + align(heap_bytes, 1 << 21)
+        self.address, self._opened = 0, {}  # type: int, dict[int, int]
+        try:
+            exported = comm.together("create arena", lambda: self._create(initial), timeout_s=timeout_s)
+            comm.together("open peers' arenas", lambda: self._open(exported), timeout_s=timeout_s)
+        except BaseException:
+            self._close_opened()
+            if self.address:
+                runtime.free(self.address)  # nobody has used it: creation did not complete anywhere
+            raise
+        self.addresses = [self._opened.get(rank, self.address) for rank in range(comm.size)]
+        self.peers = cupy.array(self.addresses, dtype=cupy.uint64)
+        self.heap = FreeList(initial.nbytes, self.num_bytes, comm.rank)
+        self.released: deque[tuple[int, int, list[Any]]] = deque()  # see Block.__del__
+        self.live: dict[int, weakref.ref[Block]] = {}  # blocks in use by offset
+        self.waiting: list[list[Any]] = []  # streams of released blocks, for whoever reuses them
+
+    def _create(self, initial: np.ndarray) -> tuple[int, int, bytes]:
+        self.address = runtime.malloc(self.num_bytes)
+        runtime.memcpy(self.address, initial.ctypes.data, initial.nbytes, runtime.memcpyHostToDevice)
+        runtime.deviceSynchronize()
+        return self._device, self.address, b"" if self._comm.in_process else runtime.ipcGetMemHandle(self.address)
+
+    def _open(self, exported: list[tuple[int, int, bytes]]) -> None:
+        for rank, (device, address, handle) in enumerate(exported):
+            if rank == self._comm.rank:
+                continue
+            try:
+                if self._comm.in_process:
+                    if device != self._device:
+                        enable_peer_access(self._device, device)
+                    self._opened[rank] = address
+                else:
+                    self._opened[rank] = runtime.ipcOpenMemHandle(handle)
+            except runtime.CUDARuntimeError as error:
+                matrix: list[list[str | None]] = [[None] * self._comm.size for _ in range(self._comm.size)]
+                matrix[self._comm.rank][rank] = str(error)
+                raise TopologyError("a rank cannot open a peer's memory", matrix) from error
+
+    def block(self, num_bytes: int, streams: list[Any]) -> Block:
+        """A heap block of at least `num_bytes`; it goes back when its last array dies. Raises ArenaExhaustedError."""
+        self.drain()
+        offset, size = self.heap.alloc(num_bytes)
+        block = Block(self, offset, size, streams)
+        self.live[offset] = weakref.ref(block)
+        if env.poison():
+            runtime.memset(self.address + offset, 0xFF, size)
+            runtime.deviceSynchronize()
+        return block
+
+    def drain(self) -> None:
+        """Takes back the blocks that finalisers released; what used them is noted in `waiting`."""
+        while self.released:
+            offset, size, streams = self.released.popleft()
+            self.live.pop(offset, None)
+            self.waiting.append(streams)
+            self.heap.free(offset, size)
+
+    def record_stream(self, address: int, stream: Any) -> None:
+        """The block that holds `address` waits for `stream` before it is reused. ValueError if none does."""
+        for reference in list(self.live.values()):
+            block = reference()
+            if block is not None and 0 <= address - self.address - block.offset < block.size:
+                block.streams.append(stream)
+                return
+        raise ValueError("array: expected one of this Buffer's arena, got memory from elsewhere")
+
+    def offset_of(self, array: cupy.ndarray) -> int | None:
+        """Where `array` lies in this arena, if a kernel can use it in place, else None."""
+        offset = array.data.ptr - self.address
+        inside = offset >= 0 and offset + array.nbytes <= self.num_bytes
+        return offset if inside and array.flags.c_contiguous and offset % 16 == 0 else None
+
+    def close(self, *, collective: bool) -> None:
+        """Frees the memory, once its last array is gone. After an error a peer may still write: then it is kept."""
+        self._close_opened()
+        if not collective:
+            return  # a documented leak: an arena that a peer has not given up is never freed
+        self._comm.barrier(operation="close", timeout_s=self._timeout_s)  # nobody has it open any more
+        with _retired_lock:
+            _retired.append((self._device, self.address, self))
+        free_retired()
+
+    def _close_opened(self) -> None:
+        opened, self._opened = self._opened, {}
+        for address in opened.values():
+            if not self._comm.in_process:
+                runtime.ipcCloseMemHandle(address)
+
+
+class Block:
+    """Owner of one heap block. Its finaliser makes no CUDA call and takes no lock: it may run anywhere."""
+
+    __slots__ = ("__weakref__", "_arena", "offset", "size", "streams")
+
+    def __init__(self, arena: Arena, offset: int, size: int, streams: list[Any]) -> None:
+        self._arena, self.offset, self.size, self.streams = arena, offset, size, streams
+
+    def trim(self, num_bytes: int) -> None:
+        """Gives the tail back at once: nothing has been, or will be, written there."""
+        keep = align(max(num_bytes, 1))
+        if keep < self.size:
+            self._arena.heap.free(self.offset + keep, self.size - keep)
+            self.size = keep
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+        """An array over the block's start; it and its views keep the block."""
+        memory = cupy.cuda.UnownedMemory(self._arena.address + self.offset, self.size, self, self._arena._device)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def __del__(self) -> None:
+        self._arena.released.append((self.offset, self.size, self.streams))
+
+
+def free_retired() -> None:
+    """Frees the closed arenas whose last array has died."""
+    with _retired_lock:
+        for entry in _retired[:]:
+            device, address, arena = entry
+            arena.drain()
+            if not arena.live:
+                _retired.remove(entry)
+                with cupy.cuda.Device(device):
+                    for streams in arena.waiting:
+                        for stream in streams:
+                            stream.synchronize()
+                    runtime.free(address)
+
+
+def enable_peer_access(device: int, peer: int) -> None:
+    """Lets kernels of `device` reach memory of `peer`. Raises CUDARuntimeError where the hardware cannot."""
+    with cupy.cuda.Device(device):
+        try:
+            runtime.deviceEnablePeerAccess(peer)
+        except runtime.CUDARuntimeError as error:
+            if "AlreadyEnabled" not in str(error):
+                raise

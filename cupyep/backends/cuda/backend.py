@@ -1,0 +1,304 @@
+"""The verbs on the GPU: count, push and pull kernels on a stream of the Buffer's own.
+
+A dispatch launches COUNT and, back to back, PUSH into worst-case blocks; while rows are moving the host waits for the
+counts, cuts the exact views and gives the tails back. Where the arena cannot hold the worst case, or a shape is new,
+the counts are read first and PUSH follows with exact blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from cupyep import checks
+from cupyep.abi import AbortKind, Operation, Verdict
+from cupyep.backends.base import Backend, Capacity, Shape
+from cupyep.backends.cuda import devices
+from cupyep.backends.cuda.arena import Arena
+from cupyep.backends.cuda.blocks import Blocks, offsets, received
+from cupyep.backends.cuda.kernels import Kernels
+from cupyep.backends.cuda.launcher import CudaHandle, Launcher
+from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
+from cupyep.comm import Communicator
+from cupyep.config import BufferConfig
+from cupyep.errors import ArenaExhaustedError
+from cupyep.layout import ControlLayout, RowLayout
+
+T = TypeVar("T")
+_abandoned: list[Any] = []  # what kernels of a broken group may still touch; never freed
+
+
+class CudaBackend(Backend):
+    """One rank on a GPU."""
+
+    name = "cuda"
+
+    def __init__(self, comm: Communicator, config: BufferConfig, device: int | None, num_sms: int | None) -> None:
+        super().__init__(comm, config)
+        self._device, self._max_num_sms = devices.choose(comm, device, num_sms, config.timeout_s)
+        self._handle_ids = itertools.count(1)
+        with cupy.cuda.Device(self._device):
+            self._comm_stream, self._abort_stream = CommStream(), cupy.cuda.Stream(non_blocking=True)
+            self._kernels: Kernels = self._together("load kernels", lambda: devices.load(self._device, comm.size))
+            self._resize(self.capacity)
+
+    def _together(self, step: str, action: Callable[[], T]) -> T:
+        """Collective: our own result of `action`, which must have succeeded on every rank."""
+        result: list[T] = []
+        self._comm.together(step, lambda: result.append(action()), timeout_s=self._config.timeout_s)
+        return result[0]
+
+    def _resize(self, capacity: Capacity) -> None:
+        if old := getattr(self, "_arena", None):
+            self._comm_stream.stream.synchronize()
+            old.close(collective=True)
+        initial, timeout_s = ControlLayout(self._comm.size).initial(), self._config.timeout_s
+        self._arena = Arena(self._comm, self._device, initial, capacity.heap_bytes, timeout_s)
+        self._blocks = Blocks(self._arena, self._comm_stream)
+        self._launcher = Launcher(self._arena, self._kernels, self._comm, timeout_s, self._comm_stream.stream)
+
+    def _load(self, shape: Shape) -> None:
+        self._together("load kernels", lambda: self._kernels.load(shape))
+
+    def asarray(self, name: str, value: Any) -> cupy.ndarray:
+        with cupy.cuda.Device(self._device):
+            foreign = not isinstance(value, (cupy.ndarray, np.ndarray)) and hasattr(value, "__dlpack__")
+            return cupy.from_dlpack(value) if foreign else cupy.asarray(value)
+
+    def asnumpy(self, value: Any) -> np.ndarray:
+        return cupy.asnumpy(value)
+
+    # dispatch
+
+    def dispatch(
+        self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
+    ) -> tuple:
+        sms, handle_id, size = self._sms(num_sms), next(self._handle_ids), self._comm.size
+        rows = RowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1], topk_idx.itemsize, topk_weights is not None)
+        shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
+        with self._operation() as current:
+            x, topk_idx, topk_weights = (_plain(array) for array in (x, topk_idx, topk_weights))
+            order, routing = cupy.empty((len(x), size), np.int32), cupy.empty(2 + size, np.int32)
+
+            def push(capacity: int, blocks: Any) -> None:
+                self._launcher.push(
+                    shape,
+                    handle_id,
+                    num_experts,
+                    x,
+                    topk_idx,
+                    topk_weights,
+                    order,
+                    routing,
+                    offsets(blocks),
+                    capacity,
+                    sms,
+                )
+
+            most = size * self.capacity.max_tokens_per_rank
+            blocks: Any = self._blocks.try_allocate(rows.parts(most), current) if shape in self._prepared else None
+            early = isinstance(blocks, dict)
+            with self._launching(current):
+                self._launcher.count(shape, topk_idx, num_experts, self.capacity.max_tokens_per_rank, order, routing)
+                counted_event = self._comm_stream.record()
+                if early:
+                    push(most, blocks)
+            self._host_wait(counted_event)
+            counted = self._launcher.counted(num_experts // size)
+            num_recv = sum(counted.rows)
+            if not early or counted.verdict == Verdict.GROW:
+                self._ensure(shape, counted.most_tokens)
+                blocks = self._blocks.try_allocate(rows.parts(num_recv), current)
+                with self._launching(current):
+                    runtime.memsetAsync(routing.data.ptr, 0, 4, self._comm_stream.stream.ptr)  # COUNT may have set skip
+                    push(num_recv, blocks)
+            arrays = received(self._granted(blocks), rows.parts(num_recv), shape, num_recv, topk_idx.dtype)
+            event = self._finish(current)
+            if counted.bad_id is not None:  # the operation goes on, so no peer suffers
+                raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {counted.bad_id}")
+            if copy:
+                arrays = tuple(None if array is None else array.copy() for array in arrays)
+        handle = CudaHandle(
+            num_tokens=len(x),
+            num_topk=topk_idx.shape[1],
+            num_experts=num_experts,
+            num_recv_tokens=num_recv,
+            num_recv_tokens_per_rank=counted.rows,
+            num_recv_tokens_per_expert=counted.experts,
+            handle_id=handle_id,
+            owner=self,
+            order=order,
+            routing=routing,
+        )
+        return *arrays, handle, event
+
+    def cached_dispatch(self, x: Any, handle: CudaHandle, *, copy: bool, num_sms: int | None) -> tuple:
+        sms, rows = self._sms(num_sms), RowLayout(x.shape[1] * x.itemsize)
+        shape, num_recv = Shape(Operation.PUSH, x.shape[1], x.dtype, rows), handle.num_recv_tokens
+        with self._operation() as current:
+            self._agree(shape, handle, current)
+            x, blocks = _plain(x), self._blocks.try_allocate(rows.parts(num_recv), current)
+            with self._launching(current):
+                self._launcher.push(
+                    shape, handle.handle_id, handle.num_experts, x, None, None, handle.order, handle.routing,
+                    offsets(blocks), num_recv, sms,
+                )  # fmt: skip
+            recv_x = received(self._granted(blocks), rows.parts(num_recv), shape, num_recv, None)[0]
+            event = self._finish(current)
+            return recv_x.copy() if copy else recv_x, event
+
+    # combine
+
+    def combine(self, x: Any, handle: CudaHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
+        sms, with_weights = self._sms(num_sms), topk_weights is not None
+        rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk if with_weights else 0, 0, with_weights)
+        shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
+        with self._operation() as current:
+            self._agree(shape, handle, current)
+            where, staged = self._blocks.visible({"rows": x, "weights": topk_weights}, current)
+            out = cupy.empty((handle.num_tokens, x.shape[1]), x.dtype)
+            out_weights = cupy.empty((handle.num_tokens, handle.num_topk), np.float32) if with_weights else None
+            with self._launching(current):
+                self._launcher.pull(shape, handle, out, out_weights, where, sms)
+            self._granted(where)
+            event = self._finish(current)
+            del staged
+        return out, out_weights, event
+
+    def layout(self, topk_idx: Any, num_experts: int) -> tuple:
+        with cupy.cuda.Device(self._device):
+            size, num_local = self._comm.size, num_experts // self._comm.size
+            listed = topk_idx >= 0
+            bad = (topk_idx < -1) | (topk_idx >= num_experts)
+            if bool(bad.any()):
+                raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {int(topk_idx[bad][0])}")
+            owners = cupy.where(listed, topk_idx // num_local, -1)
+            in_rank = (owners[:, :, None] == cupy.arange(size)).any(axis=1)
+            per_expert = cupy.bincount(topk_idx[listed].astype(np.int64), minlength=num_experts).astype(np.int32)
+            event = CudaEvent(cupy.cuda.get_current_stream().record(), self._launcher.check)
+            return in_rank.sum(axis=0, dtype=np.int32), per_expert, in_rank, event
+
+    def barrier(self) -> None:
+        with self._operation() as current:
+            with self._launching(current):
+                self._launcher.barrier()
+            self._finish(current)
+
+    # memory
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+        with cupy.cuda.Device(self._device):
+            current = cupy.cuda.get_current_stream()
+            block = self._blocks.allocate({"rows": int(np.prod(shape)) * np.dtype(dtype).itemsize}, current)["rows"]
+            current.wait_event(self._comm_stream.record())  # earlier users of the block are done on that stream
+            return block.array(shape, dtype)
+
+    @contextmanager
+    def allocator(self) -> Iterator[None]:
+        def malloc(num_bytes: int) -> cupy.cuda.MemoryPointer:
+            try:
+                return self.empty((max(num_bytes, 1),), np.uint8).data
+            except ArenaExhaustedError:
+                return cupy.get_default_memory_pool().malloc(num_bytes)
+
+        with cupy.cuda.using_allocator(malloc):
+            yield
+
+    def record_stream(self, array: Any, stream: Any) -> None:
+        self._arena.record_stream(array.data.ptr, stream)
+
+    def comm_stream(self) -> cupy.cuda.Stream:
+        return self._comm_stream.stream
+
+    # one operation, and the end
+
+    @contextmanager
+    def _operation(self) -> Iterator[Any]:
+        """The device and the caller's stream, unless something behind us went wrong."""
+        with cupy.cuda.Device(self._device):
+            self._launcher.check()
+            yield cupy.cuda.get_current_stream()
+
+    @contextmanager
+    def _launching(self, current: Any) -> Iterator[None]:
+        """Launches that come after the caller's stream.
+
+        Threads as ranks meet before and after: until all have launched, no rank may make a call that waits for the
+        context (an allocation, a module load), because a kernel of another rank already waits for this rank's.
+        """
+        threads, timeout_s = self._comm.in_process and self._comm.size > 1, self._config.timeout_s
+        if threads:
+            check_rank_streams(self._comm.allgather(current.ptr, operation="launch", timeout_s=timeout_s))
+        self._comm_stream.follow(current)
+        yield
+        if threads:
+            self._comm.barrier(operation="launch", timeout_s=timeout_s)
+
+    def _host_wait(self, event: cupy.cuda.Event) -> None:
+        """Waits without the GIL. The kernels have deadlines of their own; a thread that raised is noticed here."""
+        if not self._comm.in_process:
+            return event.synchronize()
+        while not event.done:
+            if failed := self._comm.failed_peer():
+                self._launcher.abort(AbortKind.RAISED, failed[0], self._abort_stream)
+                return event.synchronize()
+            time.sleep(10e-6)
+
+    def _finish(self, current: Any) -> CudaEvent:
+        """The current stream goes on once the operation is complete."""
+        event = self._comm_stream.record()
+        current.wait_event(event)
+        return CudaEvent(event, self._launcher.check)
+
+    def _granted(self, blocks: T | ArenaExhaustedError) -> T:
+        """`blocks`, which have been posted. If there were none, raises what all ranks raise, once all know it."""
+        if isinstance(blocks, ArenaExhaustedError):
+            self._host_wait(self._comm_stream.record())
+            self._launcher.check()
+            raise blocks
+        return blocks
+
+    def _agree(self, shape: Shape, handle: CudaHandle, current: Any) -> None:
+        """Collective on a shape's first use: all ranks mean the same, then it is loaded."""
+        if shape not in self._prepared:  # equal on all ranks, or their posts differ
+            with self._launching(current):
+                self._launcher.agree(shape, handle)
+            self._host_wait(self._comm_stream.record())
+            self._launcher.check()
+            self._ensure(shape)
+
+    def _sms(self, num_sms: int | None) -> int:
+        return self._max_num_sms if num_sms is None else checks.integer("num_sms", num_sms, 1, self._max_num_sms)
+
+    def check(self) -> None:
+        with cupy.cuda.Device(self._device):
+            self._host_wait(self._comm_stream.record())
+            self._launcher.check_abort()
+
+    def abort(self) -> None:
+        with cupy.cuda.Device(self._device):
+            self._launcher.abort(AbortKind.RAISED, self._comm.rank, self._abort_stream)
+            self._abort_stream.synchronize()
+
+    def close(self, *, collective: bool) -> None:
+        devices.release(self._device, self._comm, self._max_num_sms)
+        with cupy.cuda.Device(self._device):
+            if not collective:
+                _abandoned.append((self._launcher, self._arena))
+            self._arena.close(collective=collective)
+        if collective:
+            self._comm.free()
+
+
+def _plain(array: Any) -> Any:
+    """What kernels read: C-contiguous and 16-byte aligned, a copy if need be."""
+    if array is None or (array.flags.c_contiguous and array.data.ptr % 16 == 0):
+        return array
+    return array.copy(order="C")

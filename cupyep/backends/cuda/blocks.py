@@ -1,0 +1,79 @@
+"""The arena blocks of one operation: what is received, and what combine lets its peers read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cupyep.backends.base import Shape
+from cupyep.backends.cuda.arena import Arena, Block
+from cupyep.backends.cuda.streams import CommStream
+from cupyep.errors import ArenaExhaustedError
+
+
+class Blocks:
+    """Allocates from `arena` in the order of `comm_stream`."""
+
+    def __init__(self, arena: Arena, comm_stream: CommStream) -> None:
+        self._arena, self._comm_stream = arena, comm_stream
+
+    def allocate(self, sizes: dict[str, int], current: Any) -> dict[str, Block]:
+        """A block for each part of `sizes` (bytes). Raises ArenaExhaustedError and then holds none.
+
+        Blocks may have been in use on other streams: the communication stream waits for what these have been given.
+        """
+        blocks = {name: self._arena.block(size, [current]) for name, size in sizes.items()}
+        while self._arena.waiting:
+            for stream in self._arena.waiting.pop():
+                self._comm_stream.follow(stream)
+        return blocks
+
+    def try_allocate(self, sizes: dict[str, int], current: Any) -> dict[str, Block] | ArenaExhaustedError:
+        """As allocate; the error comes as a value, to be posted."""
+        try:
+            return self.allocate(sizes, current)
+        except ArenaExhaustedError as error:
+            return error
+
+    def visible(self, arrays: dict[str, Any], current: Any) -> tuple[dict[str, int] | ArenaExhaustedError, list[Any]]:
+        """(offset in the arena of each array, arrays to keep): in place where they can be used so, else a copy."""
+        offsets: dict[str, int] = {}
+        keep: list[Any] = []
+        for name, array in arrays.items():
+            if array is None or not array.size:
+                continue
+            offset = self._arena.offset_of(array)
+            if offset is None:
+                blocks = self.try_allocate({name: array.nbytes}, current)
+                if isinstance(blocks, ArenaExhaustedError):
+                    return blocks, keep
+                current.wait_event(self._comm_stream.record())  # earlier users of the block are done on that stream
+                staged = blocks[name].array(array.shape, array.dtype)
+                cupy.copyto(staged, array)
+                offset, array = blocks[name].offset, staged
+            offsets[name] = offset
+            keep.append(array)
+        return offsets, keep
+
+
+def offsets(blocks: dict[str, Block] | ArenaExhaustedError) -> dict[str, int] | ArenaExhaustedError:
+    """Where the blocks begin, for a post."""
+    return blocks if isinstance(blocks, ArenaExhaustedError) else {name: block.offset for name, block in blocks.items()}
+
+
+def received(blocks: dict[str, Block], sizes: dict[str, int], shape: Shape, num_rows: int, idx_dtype: Any) -> tuple:
+    """(recv_x, recv_topk_idx, recv_topk_weights) as exact views; what the worst case took beyond them goes back."""
+    columns = {
+        "rows": (shape.hidden, shape.dtype),
+        "idx": (shape.rows.num_topk, idx_dtype),
+        "weights": (shape.rows.num_topk, np.float32),
+    }
+    arrays: list[Any] = []
+    for name, (num_columns, dtype) in columns.items():
+        block = blocks.get(name)
+        if block is not None:
+            block.trim(sizes[name])
+        arrays.append(None if block is None else block.array((num_rows, num_columns), dtype))
+    return tuple(arrays)

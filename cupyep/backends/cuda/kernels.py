@@ -1,0 +1,66 @@
+"""The loaded kernels of one Buffer, and how they are launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import driver
+
+from cupyep import abi
+from cupyep.backends.base import Shape
+from cupyep.backends.cuda import jit, plan
+
+
+class Kernel:
+    """A kernel with its threads and shared memory; one by-value struct is its only argument."""
+
+    def __init__(self, function: cupy.RawKernel, num_threads: int, smem_bytes: int) -> None:
+        self._function = function  # keeps the module
+        self._pointer, self._num_threads, self._smem_bytes = function.kernel.ptr, num_threads, smem_bytes
+
+    def launch(self, num_ctas: int, params: np.ndarray, stream: Any, smem_bytes: int | None = None) -> None:
+        """Straight to the driver: RawKernel.__call__ costs several times as much for a struct."""
+        arguments = np.array([params.ctypes.data], np.uintp)
+        smem = self._smem_bytes if smem_bytes is None else smem_bytes
+        driver.launchKernel(
+            self._pointer, num_ctas, 1, 1, self._num_threads, 1, 1, smem, stream.ptr, arguments.ctypes.data, 0
+        )
+
+
+class Kernels:
+    """Compiles (once per node, in the disk cache) and loads. Loading beside a spinning kernel hangs, so it happens
+    in collective steps only: `general` at creation, `of(shape)` at a shape's first use."""
+
+    def __init__(self, num_ranks: int, compute_capability: int, smem_limit: int, mover: str) -> None:
+        self._num_ranks, self._cc, self._smem_limit, self._mover = num_ranks, compute_capability, smem_limit, mover
+        self._by_shape: dict[Any, Kernel] = {}
+        general = jit.load(jit.build(self._request("barrier")))
+        self.barrier = Kernel(jit.function(general, "barrier"), 32, 0)
+        self.abort_peers = Kernel(jit.function(general, "abort_peers"), 1, 0)
+        count = jit.load(jit.build(self._request("count")))
+        self.count = Kernel(jit.function(count, "count", 4 * abi.MAX_EXPERTS), 1024, 0)
+
+    def _request(self, name: str, constants: dict[str, int] | None = None) -> jit.Request:
+        return jit.Request(name, f"sm_{self._cc}", plan.prelude(self._num_ranks, constants))
+
+    @staticmethod
+    def _key(shape: Shape) -> tuple[Any, ...]:
+        return shape.operation, shape.rows.row_bytes, shape.dtype if shape.operation == abi.Operation.PULL else None
+
+    def load(self, shape: Shape) -> None:
+        """Makes `of(shape)` ready. Push does not care for the element type, and neither for ids and weights."""
+        if self._key(shape) in self._by_shape:
+            return
+        mover = plan.mover_of(shape.rows.row_bytes, self._mover, self._cc)
+        name, make = ("push", plan.push_plan) if shape.operation == abi.Operation.PUSH else ("pull", plan.pull_plan)
+        chosen = make(shape, self._num_ranks, mover, self._smem_limit)
+        module = jit.load(jit.build(self._request(name, chosen.constants)))
+        self._by_shape[self._key(shape)] = Kernel(
+            jit.function(module, name, chosen.smem_bytes), chosen.num_threads, chosen.smem_bytes
+        )
+
+    def of(self, shape: Shape) -> Kernel:
+        """The kernel of a shape that was loaded."""
+        return self._by_shape[self._key(shape)]

@@ -1,0 +1,219 @@
+"""One rank's kernels as operations: fills the parameter structs, launches, and reads what the device tells the host.
+
+Nothing here waits, but for `counted`. The order of one rank's launches is the order of its epochs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from cupyep import abi, layout
+from cupyep.abi import AbortKind, Operation, Status, Verdict
+from cupyep.backends.base import Shape
+from cupyep.backends.cuda.arena import Arena
+from cupyep.backends.cuda.kernels import Kernels
+from cupyep.backends.verdict import abort_error, signature_mismatch
+from cupyep.comm import Communicator
+from cupyep.errors import ArenaExhaustedError, CupyepError
+from cupyep.handle import Handle
+
+COUNT, OTHERS = 0, 1  # the two host records
+
+
+@dataclass(frozen=True, eq=False)
+class CudaHandle(Handle):
+    """A Handle whose routing lies on the GPU.
+
+    order: `[num_tokens, num_ranks]` int32, a token's place among this rank's tokens for that rank, or -1;
+    routing: device words of abi.ROUTING, then our first row at each rank.
+    """
+
+    order: cupy.ndarray
+    routing: cupy.ndarray
+
+    @property
+    def send_row(self) -> cupy.ndarray:
+        return cupy.where(self.order < 0, np.int32(-1), self.order + self.routing[2:])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What COUNT found: rows from each rank, listings of each local expert, most tokens of any rank, a bad id."""
+
+    rows: list[int]
+    experts: list[int]
+    most_tokens: int
+    bad_id: int | None
+    verdict: Verdict
+
+
+class Launcher:
+    """The operations of one arena on one stream."""
+
+    def __init__(
+        self, arena: Arena, kernels: Kernels, comm: Communicator, timeout_s: float | None, stream: Any
+    ) -> None:
+        self._arena, self._kernels, self._stream, self._timeout_s = arena, kernels, stream, timeout_s
+        self._rank, self._num_ranks = comm.rank, comm.size
+        self._host_layout = layout.HostLayout(comm.size)
+        self._pinned = cupy.cuda.alloc_pinned_memory(self._host_layout.num_bytes)
+        self._host = np.frombuffer(self._pinned, np.uint8, self._host_layout.num_bytes)
+        self._host[:] = 0
+        self._sync = {
+            channel: abi.SYNC(
+                peers=arena.peers.data.ptr,
+                host=self._pinned.ptr,
+                timeout_ns=int((timeout_s or 0) * 1e9),
+                rank=comm.rank,
+                channel=channel,
+            )
+            for channel in (layout.Channel.NORMAL, layout.Channel.BARRIER)
+        }
+
+    def count(self, shape: Shape, topk_idx: Any, num_experts: int, max_tokens: int, order: Any, routing: Any) -> None:
+        """Launches COUNT; its result is there once the stream has passed it."""
+        post = abi.POST(operation=Operation.COUNT, num_experts=num_experts, num_tokens=len(topk_idx), **shape.signature)
+        params = abi.COUNT_PARAMS(
+            sync=self._sync[layout.Channel.NORMAL],
+            post=post,
+            topk_idx=topk_idx.data.ptr,
+            order=order.data.ptr,
+            routing=routing.data.ptr,
+            max_tokens=max_tokens,
+        )
+        self._part(COUNT, "record")["verdict"] = Verdict.DONE
+        self._kernels.count.launch(1, params, self._stream, smem_bytes=4 * num_experts)
+
+    def counted(self, num_local_experts: int) -> Counted:
+        """After COUNT: what it found. Raises MismatchError, PeerError."""
+        record = self._part(COUNT, "record")
+        verdict = Verdict(int(record["verdict"]))
+        if verdict not in (Verdict.DONE, Verdict.GROW):
+            raise self._error(COUNT)
+        return Counted(
+            self._part(COUNT, "host_rows").tolist(),
+            self._part(COUNT, "host_experts")[:num_local_experts].tolist(),
+            int(record["most_tokens"]),
+            int(record["bad_id"]) if record["has_bad_id"] else None,
+            verdict,
+        )
+
+    def push(
+        self,
+        shape: Shape,
+        handle_id: int,
+        num_experts: int,
+        x: Any,
+        topk_idx: Any,
+        topk_weights: Any,
+        order: Any,
+        routing: Any,
+        where: dict[str, int] | ArenaExhaustedError,
+        capacity: int,
+        num_sms: int,
+    ) -> None:
+        """Launches PUSH. `where`: offsets of our rows, idx and weights, or why there is no block."""
+        params = abi.PUSH_PARAMS(
+            sync=self._sync[layout.Channel.NORMAL],
+            post=self._post(shape, handle_id, num_experts, capacity, where),
+            x=x.data.ptr,
+            topk_idx=_pointer(topk_idx),
+            topk_weights=_pointer(topk_weights),
+            order=order.data.ptr,
+            routing=routing.data.ptr,
+            num_tokens=len(x),
+            num_local_experts=num_experts // self._num_ranks,
+        )
+        self._kernels.of(shape).launch(num_sms, params, self._stream)
+
+    def pull(
+        self,
+        shape: Shape,
+        handle: CudaHandle,
+        out: Any,
+        out_weights: Any,
+        where: dict[str, int] | ArenaExhaustedError,
+        num_sms: int,
+    ) -> None:
+        """Launches PULL. `where`: offsets of our input rows and weights, or why there is no block."""
+        params = abi.PULL_PARAMS(
+            sync=self._sync[layout.Channel.NORMAL],
+            post=self._post(shape, handle.handle_id, handle.num_experts, handle.num_recv_tokens, where),
+            out=out.data.ptr,
+            out_weights=_pointer(out_weights),
+            order=handle.order.data.ptr,
+            routing=handle.routing.data.ptr,
+            num_tokens=handle.num_tokens,
+        )
+        self._kernels.of(shape).launch(num_sms, params, self._stream)
+
+    def agree(self, shape: Shape, handle: Handle) -> None:
+        """Launches an operation that moves nothing: it tells whether all ranks mean the same."""
+        post = self._post(shape, handle.handle_id, handle.num_experts, 0, {})
+        self._kernels.barrier.launch(
+            1, abi.BARRIER_PARAMS(sync=self._sync[layout.Channel.NORMAL], post=post), self._stream
+        )
+
+    def barrier(self) -> None:
+        """Launches BARRIER."""
+        params = abi.BARRIER_PARAMS(sync=self._sync[layout.Channel.BARRIER], post=abi.POST(operation=Operation.BARRIER))
+        self._kernels.barrier.launch(1, params, self._stream)
+
+    def abort(self, kind: AbortKind, peer: int, stream: Any) -> None:
+        """Makes every rank leave what it does. On a stream of its own: ours may be waiting for a peer."""
+        word = abi.pack_abort(kind, Operation.PUSH, self._rank, peer, 0)
+        self._kernels.abort_peers.launch(1, abi.ABORT_PARAMS(sync=self._sync[layout.Channel.NORMAL], word=word), stream)
+
+    def check(self) -> None:
+        """Raises what an operation behind us has met, as far as the device has told."""
+        if self._part(OTHERS, "record")["verdict"]:
+            raise self._error(OTHERS)
+
+    def check_abort(self) -> None:
+        """As check, and raises for an abort that no kernel of ours has met. The stream must be idle."""
+        self.check()
+        word = np.zeros(1, np.uint64)
+        runtime.memcpy(word.ctypes.data, self._arena.address, 8, runtime.memcpyDeviceToHost)  # ControlLayout.abort
+        if word[0]:
+            raise abort_error(int(word[0]), self._timeout_s or 0)
+
+    def _post(self, shape: Shape, handle_id: int, num_experts: int, capacity: int, where: Any) -> np.ndarray:
+        post = abi.POST(
+            operation=shape.operation,
+            handle_id=handle_id,
+            num_experts=num_experts,
+            capacity=capacity,
+            **shape.signature,
+        )
+        if isinstance(where, ArenaExhaustedError):
+            post["status"], post["rows_offset"], post["idx_offset"] = Status.FAILED, where.needed, where.free
+        else:
+            for name, offset in where.items():
+                post[f"{name}_offset"] = offset
+        return post
+
+    def _part(self, index: int, name: str) -> np.ndarray:
+        return self._host_layout.view(self._host, index, name)
+
+    def _error(self, index: int) -> CupyepError:
+        """The error of a record with a verdict; a mismatch or a full arena is over with it, an abort stays."""
+        record, posts = self._part(index, "record"), self._part(index, "host_posts")
+        verdict = Verdict(int(record["verdict"]))
+        if verdict == Verdict.ABORTED:
+            return abort_error(int(record["abort"]), self._timeout_s or 0)
+        record["verdict"] = Verdict.DONE
+        if verdict == Verdict.FAILED:
+            rank = int(np.flatnonzero(posts["status"] == Status.FAILED)[0])
+            return ArenaExhaustedError(int(posts[rank]["rows_offset"]), int(posts[rank]["idx_offset"]), rank)
+        mismatch = signature_mismatch(posts)
+        assert mismatch is not None
+        return mismatch
+
+
+def _pointer(array: Any) -> int:
+    return 0 if array is None else array.data.ptr

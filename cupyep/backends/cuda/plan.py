@@ -1,0 +1,105 @@
+"""The shape of a kernel: how it moves rows of one size, as compile-time constants, threads and shared memory.
+
+`smem_limit` is what one CTA may have, in bytes: 227 KB on compute capability 9.0 and 10.0, 99 KB on 12.0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cupyep import abi, layout
+from cupyep.backends.base import Shape
+
+_STATIC_BYTES = 1024  # what the kernels declare themselves, beside the tables by rank
+MOVERS = {"vector": 0, "tma": 1}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel's `cfg::` constants, threads per CTA and dynamic shared memory in bytes."""
+
+    constants: dict[str, int]
+    num_threads: int
+    smem_bytes: int
+
+
+def prelude(num_ranks: int, constants: dict[str, int] | None = None) -> str:
+    """What every kernel source starts with: layout, enumerators, structs, and `constants` of this kernel."""
+    control, host = layout.ControlLayout(num_ranks), layout.HostLayout(num_ranks)
+    everything = {**control.constants(), **host.constants(), **abi.enum_constants(), **(constants or {})}
+    return abi.emit(everything, (layout.CHANNEL_STATE, layout.HOST_RECORD, *abi.KERNEL_STRUCTS))
+
+
+def mover_of(row_bytes: int, requested: str, compute_capability: int) -> str:
+    """ "tma" where the GPU has it and rows allow it (a multiple of 16 bytes), else "vector"."""
+    able = compute_capability >= 90 and row_bytes % 16 == 0
+    if requested == "tma" and compute_capability < 90:
+        raise ValueError(f"CUPYEP_MOVER: tma needs compute capability 9.0, found {compute_capability / 10}")
+    return "tma" if able and requested != "vector" else "vector"
+
+
+def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan:
+    """PUSH: warps x stages x slot bytes of ring; a slot holds a row, or a chunk of a long one.
+
+    Four warps of three stages fill an SM's store port with rows of 14 KB; short rows need more of them in flight.
+    """
+    row_bytes = shape.rows.row_bytes
+    available = smem_limit - _STATIC_BYTES - 32 * num_ranks
+    num_warps, num_stages = (4, 3) if row_bytes > 8192 else (8, 3)
+    num_chunks = math.ceil(row_bytes / (available // 12 // 128 * 128 - 128))
+    chunk_bytes = row_bytes if num_chunks == 1 else layout.align(math.ceil(row_bytes / num_chunks))
+    if mover == "vector":
+        num_warps, num_chunks, chunk_bytes = 16, 1, row_bytes
+    slot_bytes = layout.align(chunk_bytes)
+    constants = {
+        "kMoverTma": MOVERS["tma"],
+        "kMover": MOVERS[mover],
+        "kRowBytes": row_bytes,
+        "kVecBytes": math.gcd(row_bytes, 16),
+        "kNumChunks": num_chunks,
+        "kChunkBytes": chunk_bytes,
+        "kSlotBytes": slot_bytes,
+        "kWarps": num_warps,
+        "kStages": num_stages,
+    }
+    smem = num_warps * num_stages * (slot_bytes + 8) if mover == "tma" else 0
+    return Plan(constants, num_warps * 32, smem)
+
+
+def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan:
+    """PULL: groups of consumer warps with four vectors per thread, each with a loader and a ring of row slots.
+
+    Seven warps of four 16-byte vectors take a row of 14,336 bytes; longer rows are split by columns. Small rows leave
+    room for more groups, which hide the latency of more rows.
+    """
+    row_bytes = shape.rows.row_bytes
+    num_chunks = math.ceil(row_bytes / 14336)
+    chunk_bytes = row_bytes if num_chunks == 1 else layout.align(math.ceil(row_bytes / num_chunks))
+    slot_bytes = layout.align(chunk_bytes)
+    num_vecs = math.ceil(chunk_bytes / 16)
+    vecs_per_thread = min(4, math.ceil(num_vecs / 32))
+    consumer_warps = math.ceil(num_vecs / (32 * vecs_per_thread))
+    groups = max(1, min(8, 16 // (consumer_warps + 1)))
+    available = smem_limit - _STATIC_BYTES - 16 * num_ranks
+    slots = min(16, available // groups // (slot_bytes + 16))
+    num_threads = (groups * (consumer_warps + 1) + 1) * 32
+    smem = groups * slots * (slot_bytes + 16)
+    if mover == "vector":
+        num_chunks, chunk_bytes, num_threads, smem = 1, row_bytes, 17 * 32, 0
+    constants = {
+        "kMoverTma": MOVERS["tma"],
+        "kMover": MOVERS[mover],
+        "kRowBytes": row_bytes,
+        "kVecBytes": math.gcd(row_bytes, 16),
+        "kDType": shape.signature["dtype"],
+        "kNumChunks": num_chunks,
+        "kChunkBytes": chunk_bytes,
+        "kSlotBytes": slot_bytes,
+        "kGroups": groups,
+        "kConsumerWarps": consumer_warps,
+        "kVecsPerThread": vecs_per_thread,
+        "kSlots": slots,
+        "kPullThreads": num_threads,
+    }
+    return Plan(constants, num_threads, smem)

@@ -1,0 +1,61 @@
+"""Which stream an operation runs on, what it waits for, and what waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+
+from cupyep.errors import StateError
+
+
+class CudaEvent:
+    """The end of an operation on the communication stream."""
+
+    def __init__(self, event: cupy.cuda.Event, check: Any) -> None:
+        self._event, self._check = event, check
+
+    def current_stream_wait(self) -> None:
+        """Orders the current stream after the operation. The host does not wait."""
+        cupy.cuda.get_current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Waits on the host; raises what went wrong in the operation, if anything did."""
+        self._event.synchronize()
+        self._check()
+
+
+class CommStream:
+    """The Buffer's own high-priority stream: after the caller's current stream, and before it again."""
+
+    def __init__(self) -> None:
+        self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+
+    def follow(self, stream: cupy.cuda.Stream) -> None:
+        """What comes next here waits for what `stream` has been given so far."""
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(stream)
+        self.stream.wait_event(event)
+
+    def record(self) -> cupy.cuda.Event:
+        """An event behind what was launched here so far."""
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self.stream)
+        return event
+
+
+def check_rank_streams(pointers: list[int]) -> None:
+    """Threads as ranks: the null stream, or one stream of two ranks, would make a rank wait for itself."""
+    if any(pointer in (0, 1, 2) for pointer in pointers):
+        raise StateError("current stream: expected a stream of the rank's own in every thread, got a default stream")
+    if len(set(pointers)) < len(pointers):
+        raise StateError("current stream: expected a different stream in every rank's thread, got one shared by two")
+
+
+@contextmanager
+def rank_stream(rank: int) -> Iterator[None]:
+    """The device and a non-blocking current stream for one thread of run_local."""
+    with cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()), cupy.cuda.Stream(non_blocking=True):
+        yield
