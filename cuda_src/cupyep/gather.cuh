@@ -18,9 +18,8 @@ struct Sources {
   float* weights[cfg::kNumRanks];
 };
 
-// The row of `token` at rank word * 32 + lane, counted from our first row there, or -1.
-__device__ __forceinline__ int order_at(const PullParams& p, u32 token, u32 word, u32 lane) {
-  const u32 rank = word * 32 + lane;
+// The row of `token` at `rank`, counted from our first row there, or -1.
+__device__ __forceinline__ int order_at(const PullParams& p, u32 token, u32 rank) {
   if (token >= p.num_tokens || rank >= cfg::kNumRanks) return -1;
   return reinterpret_cast<const int*>(p.order)[static_cast<u64>(token) * cfg::kNumRanks + rank];
 }
@@ -68,25 +67,29 @@ class TmaGather {
     return left < cfg::kChunkBytes ? left : cfg::kChunkBytes;
   }
 
-  // Waits for a phase. False: leave.
+  // A whole warp waits for a phase. False, in all lanes: leave.
   __device__ __forceinline__ bool wait(const PullParams& p, const u64* barrier, u32 phase) const {
-    if (ptx::mbarrier_try_wait_parity(barrier, phase)) return true;
     Patience patience;
-    while (!ptx::mbarrier_try_wait_parity(barrier, phase)) {
-      if (patience.exhausted(p.sync, cfg::kOperationPull, p.sync.rank, epoch_)) return false;
+    bool stay = true;
+    while (!ptx::mbarrier_try_wait_parity(barrier, phase) && stay) {
+      stay = !patience.exhausted(p.sync, cfg::kOperationPull, p.sync.rank, epoch_);
     }
-    return true;
+    return __all_sync(~0u, stay);
   }
 
   __device__ __forceinline__ void load(const PullParams& p, const Sources& from) {
     const u32 lane = threadIdx.x % 32, total = p.num_tokens * cfg::kNumChunks;
     u32 slot = 0, phase = 1, issued = 0;  // phase of empty[]: the first lap waits for nobody
     bool stop = false;
+    int next[kRankWords];  // the next token's places: read ahead, their latency would cost as much as a row
+#pragma unroll
+    for (u32 word = 0; word < kRankWords; ++word) next[word] = order_at(p, first() / cfg::kNumChunks, word * 32 + lane);
     for (u32 index = first(); index < total && !stop; index += stride()) {
-      const u32 token = index / cfg::kNumChunks, offset = index % cfg::kNumChunks * cfg::kChunkBytes;
-      const u32 bytes = chunk_bytes(offset);
-      for (u32 word = 0; word < kRankWords && !stop; ++word) {
-        const int order = order_at(p, token, word, lane);
+      const u32 offset = index % cfg::kNumChunks * cfg::kChunkBytes, bytes = chunk_bytes(offset);
+#pragma unroll
+      for (u32 word = 0; word < kRankWords; ++word) {
+        const int order = stop ? -1 : next[word];
+        next[word] = order_at(p, (index + stride()) / cfg::kNumChunks, word * 32 + lane);
         for (u32 left = __ballot_sync(~0u, order >= 0); left != 0; left &= left - 1) {
           if (!wait(p, empty_ + slot, phase)) {
             stop = true;
@@ -103,7 +106,6 @@ class TmaGather {
           ++issued;
           if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
         }
-        stop = __any_sync(~0u, stop);
       }
     }
     // Drain: after an abort nobody else waits for these, and they must not land in shared memory that is no longer ours.
@@ -117,9 +119,9 @@ class TmaGather {
   __device__ __forceinline__ void add(const PullParams& p) {
     const u32 lane = threadIdx.x % 32, thread = warp_ * 32 + lane, total = p.num_tokens * cfg::kNumChunks;
     u32 slot = 0, phase = 0;
-    int next[kRankWords];  // the next token's ranks: read ahead, their latency would cost as much as a row
+    int next[kRankWords];  // as in load
 #pragma unroll
-    for (u32 word = 0; word < kRankWords; ++word) next[word] = order_at(p, first() / cfg::kNumChunks, word, lane);
+    for (u32 word = 0; word < kRankWords; ++word) next[word] = order_at(p, first() / cfg::kNumChunks, word * 32 + lane);
     for (u32 index = first(); index < total; index += stride()) {
       const u32 token = index / cfg::kNumChunks, offset = index % cfg::kNumChunks * cfg::kChunkBytes;
       const u32 num_vecs = chunk_bytes(offset) / 16;
@@ -127,7 +129,7 @@ class TmaGather {
 #pragma unroll
       for (u32 word = 0; word < kRankWords; ++word) {
         num_rows += __popc(__ballot_sync(~0u, next[word] >= 0));
-        next[word] = order_at(p, (index + stride()) / cfg::kNumChunks, word, lane);
+        next[word] = order_at(p, (index + stride()) / cfg::kNumChunks, word * 32 + lane);
       }
       float sums[cfg::kVecsPerThread][kPerVec] = {};
       for (u32 row = 0; row < num_rows; ++row) {
@@ -177,7 +179,7 @@ class VectorGather {
       if (aborted(p.sync)) return;
       int orders[kRankWords];
 #pragma unroll
-      for (u32 word = 0; word < kRankWords; ++word) orders[word] = order_at(p, token, word, lane);
+      for (u32 word = 0; word < kRankWords; ++word) orders[word] = order_at(p, token, word * 32 + lane);
       for (u32 start = 0; start < kNumVecs; start += 32 * kBatch) {
         float sums[kBatch][kPerVec] = {};
 #pragma unroll

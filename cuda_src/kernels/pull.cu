@@ -6,26 +6,34 @@
 //   moves each row once over the link into shared memory; the sum, in fp32 by ascending rank, once to memory
 //
 // warps 0 ..          Gather: groups of consumers and a loader (TMA), or a token each (vector)
-// the last warp       weights: 32 / num_topk tokens at a time, a lane per column
+// the last warp       weights: a lane per column, 32 / num_topk tokens side by side
 #include <cupyep/gather.cuh>
 
 using namespace cupyep;
 
 __device__ __forceinline__ void pull_weights(const PullParams& p, const Sources& from) {
+  constexpr u32 kBatch = 4;  // tokens that a lane has under way
   const u32 lane = threadIdx.x % 32, num_topk = p.post.num_topk, per_turn = 32 / num_topk;
   const u32 column = lane % num_topk;
   float* out = reinterpret_cast<float*>(p.out_weights);
-  for (u32 turn = blockIdx.x * per_turn; turn < p.num_tokens; turn += gridDim.x * per_turn) {
-    const u32 token = turn + lane / num_topk;
+  if (lane >= per_turn * num_topk) return;
+  for (u32 turn = blockIdx.x * per_turn * kBatch; turn < p.num_tokens; turn += gridDim.x * per_turn * kBatch) {
     if (aborted(p.sync)) return;
-    if (lane / num_topk >= per_turn || token >= p.num_tokens) continue;
-    const int* order = reinterpret_cast<const int*>(p.order) + static_cast<u64>(token) * cfg::kNumRanks;
-    float sum = 0;
+    const u32 first = turn + lane / num_topk;
+    float sums[kBatch] = {};
 #pragma unroll 8
     for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
-      if (order[rank] >= 0) sum = __fadd_rn(sum, from.weights[rank][static_cast<u64>(order[rank]) * num_topk + column]);
+#pragma unroll
+      for (u32 j = 0; j < kBatch; ++j) {
+        const int order = order_at(p, first + j * per_turn, rank);
+        if (order >= 0) sums[j] = __fadd_rn(sums[j], from.weights[rank][static_cast<u64>(order) * num_topk + column]);
+      }
     }
-    out[static_cast<u64>(token) * num_topk + column] = sum;
+#pragma unroll
+    for (u32 j = 0; j < kBatch; ++j) {
+      const u32 token = first + j * per_turn;
+      if (token < p.num_tokens) out[static_cast<u64>(token) * num_topk + column] = sums[j];
+    }
   }
 }
 

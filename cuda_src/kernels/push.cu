@@ -25,13 +25,27 @@ struct Destinations {
   u32 capacity[cfg::kNumRanks];  // rows that the block holds
 };
 
-// The row of `token` at rank group * 32 + lane, or -1.
-__device__ __forceinline__ int row_at(const PushParams& p, const Destinations& to, u32 token, u32 group, u32 lane) {
-  const u32 rank = group * 32 + lane;
-  if (rank >= cfg::kNumRanks) return -1;
-  const int order = reinterpret_cast<const int*>(p.order)[static_cast<u64>(token) * cfg::kNumRanks + rank];
-  return order < 0 ? -1 : order + static_cast<int>(to.base[rank]);
-}
+// What a warp needs to know of a token. It is read one turn ahead: its latency would cost as much as a short row.
+struct Token {
+  int order[kGroups];  // of rank group * 32 + lane: place among our tokens for that rank, or -1
+  long long id;        // of column `lane`
+  float weight;
+
+  __device__ __forceinline__ void read(const PushParams& p, u32 token, u32 lane) {
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) {
+      const u32 rank = group * 32 + lane;
+      const int* orders = reinterpret_cast<const int*>(p.order) + static_cast<u64>(token) * cfg::kNumRanks;
+      order[group] = rank < cfg::kNumRanks ? orders[rank] : -1;
+    }
+    if (p.topk_idx != 0 && lane < p.post.num_topk) {
+      const u64 at = static_cast<u64>(token) * p.post.num_topk + lane;
+      id = p.post.flags & cfg::kFlagIdx64 ? reinterpret_cast<const long long*>(p.topk_idx)[at]
+                                          : reinterpret_cast<const int*>(p.topk_idx)[at];
+      if (p.topk_weights != 0) weight = reinterpret_cast<const float*>(p.topk_weights)[at];
+    }
+  }
+};
 
 // A row at or past the capacity is never written; the whole group leaves (cannot happen unless memory was corrupted).
 __device__ __forceinline__ bool within(const PushParams& p, const Destinations& to, int row, u32 rank, u32 epoch) {
@@ -40,27 +54,20 @@ __device__ __forceinline__ bool within(const PushParams& p, const Destinations& 
   return false;
 }
 
-// Ids and weights of one token to the ranks of one group; lane k carries column k. All lanes.
-__device__ __forceinline__ void push_side_rows(const PushParams& p, const Destinations& to, u32 token, int row, u32 group, u32 lane) {
+// Ids and weights of one token to the ranks of one group, of which `row` is this lane's; lane k carries column k.
+__device__ __forceinline__ void push_side_rows(const PushParams& p, const Destinations& to, const Token& token, int row,
+                                               u32 group, u32 lane) {
   const u32 num_topk = p.post.num_topk;
-  const bool wide = p.post.flags & cfg::kFlagIdx64;
-  const u64 at = static_cast<u64>(token) * num_topk + lane;
-  long long id = -1;
-  float weight = 0;
-  if (lane < num_topk) {
-    id = wide ? reinterpret_cast<const long long*>(p.topk_idx)[at] : reinterpret_cast<const int*>(p.topk_idx)[at];
-    if (p.topk_weights != 0) weight = reinterpret_cast<const float*>(p.topk_weights)[at];
-  }
   for (u32 left = __ballot_sync(~0u, row >= 0); left != 0; left &= left - 1) {
     const u32 owner = __ffs(left) - 1, rank = group * 32 + owner;
     const u64 column = static_cast<u64>(__shfl_sync(~0u, row, owner)) * num_topk + lane;
     if (lane < num_topk) {
-      const long long local = id - static_cast<long long>(rank) * p.num_local_experts;
+      const long long local = token.id - static_cast<long long>(rank) * p.num_local_experts;
       const bool here = local >= 0 && local < p.num_local_experts;
       const long long sent = here ? local : -1;
-      if (wide) reinterpret_cast<long long*>(to.idx[rank])[column] = sent;
+      if (p.post.flags & cfg::kFlagIdx64) reinterpret_cast<long long*>(to.idx[rank])[column] = sent;
       else reinterpret_cast<int*>(to.idx[rank])[column] = static_cast<int>(sent);
-      if (p.topk_weights != 0) to.weights[rank][column] = here ? weight : 0.0f;
+      if (p.topk_weights != 0) to.weights[rank][column] = here ? token.weight : 0.0f;
     }
   }
 }
@@ -89,17 +96,21 @@ extern "C" __global__ void __launch_bounds__(cfg::kWarps * 32, 1) push(const __g
   __syncthreads();
 
   bool leave = verdict != cfg::kVerdictDone, stop = false;
+  Token next = {};
+  if (walk.count > 0) next.read(p, walk.unit(0).token, lane);
   for (u32 i = 0; i < walk.count && !leave; ++i) {
     const Unit unit = walk.unit(i);
+    const Token token = next;
     bool fits = true;
+    if (i + 1 < walk.count) next.read(p, walk.unit(i + 1).token, lane);
     mover.wait(i);
 #pragma unroll
     for (u32 group = 0; group < kGroups; ++group) {
-      const int row = row_at(p, to, unit.token, group, lane);
       const u32 rank = group * 32 + lane;
+      const int row = token.order[group] < 0 ? -1 : token.order[group] + static_cast<int>(to.base[rank]);
       const bool goes = row >= 0 && (fits &= within(p, to, row, rank, epoch));
       mover.store(goes ? to.rows[rank] + static_cast<u64>(row) * cfg::kRowBytes : nullptr, unit);
-      if (unit.chunk == 0 && p.topk_idx != 0) push_side_rows(p, to, unit.token, goes ? row : -1, group, lane);
+      if (unit.chunk == 0 && p.topk_idx != 0) push_side_rows(p, to, token, goes ? row : -1, group, lane);
     }
     mover.next(i);
     leave = __any_sync(~0u, stop || !fits);

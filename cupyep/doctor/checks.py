@@ -18,8 +18,6 @@ from cupyep import env
 from cupyep.doctor import bounded
 from cupyep.doctor.report import has_gpu, verdict
 
-MAX_SMS = 24  # per rank, where no model of the machine says otherwise
-
 _CUDA = "cupyep.backends.cuda.probe"
 
 
@@ -134,19 +132,10 @@ def cache() -> dict[str, Any]:
 
 
 def kernels(visible: dict[str, Any]) -> dict[str, Any]:
-    """How kernels would move rows, and the SMs that a rank alone on its device would use at most."""
+    """How kernels would move rows on each device, and how many SMs a rank would use."""
     try:
         setting = env.mover()
     except ValueError as error:
         return {"error": str(error)}
-    found = visible.get("devices", [])
-    able = [int(device["compute_capability"].partition(".")[0]) >= 9 for device in found]
-    if setting == "tma" and not all(able):
-        return {"error": "CUPYEP_MOVER=tma needs compute capability 9.0 or later; unset it"}
-    mover = ("tma" if all(able) else "vector") if setting == "auto" else setting
-    return {
-        "mover": mover if found else None,
-        "mover_setting": setting,
-        "sm_rule": f"min({MAX_SMS}, SMs / ranks on the device)",
-        "sms_of_one_rank": [min(MAX_SMS, device["num_sms"]) for device in found],
-    }
+    chosen = bounded.call(f"{_CUDA}:choices", timeout_s=60) if visible.get("devices") else {}
+    return {"mover_setting": setting, **chosen}

@@ -91,10 +91,11 @@ def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "kernel cache", f"{cache['folder']}, {_bytes(cache['num_bytes'])}, {state}"
     if "error" in kernels:
         yield "kernels", kernels["error"]
+    elif "movers" in kernels:
+        yield "mover", f"{', '.join(kernels['movers'])} (by device; CUPYEP_MOVER: {kernels['mover_setting']})"
+        yield "SMs per rank", f"{kernels['num_sms_rule']} = {kernels['num_sms']} for one rank per device"
     else:
-        chosen = kernels["mover"] or f"{kernels['mover_setting']} (no device)"
-        per_rank = f" = {kernels['sms_of_one_rank']} for one rank per device" if kernels["mover"] else ""
-        yield "kernels", f"mover {chosen}; SMs per rank {kernels['sm_rule']}{per_rank}"
+        yield "mover", f"{kernels['mover_setting']} (no device to choose for)"
 
 
 def _gpu_lines(facts: Facts) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,7 @@ from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.blocks import Blocks, offsets, received
 from cupyep.backends.cuda.kernels import Kernels
-from cupyep.backends.cuda.launcher import CudaHandle, Launcher
+from cupyep.backends.cuda.launcher import CudaHandle, Launcher, Routing
 from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
@@ -85,28 +85,17 @@ class CudaBackend(Backend):
         shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
         with self._operation() as current:
             x, topk_idx, topk_weights = (_plain(array) for array in (x, topk_idx, topk_weights))
-            order, routing = cupy.empty((len(x), size), np.int32), cupy.empty(2 + size, np.int32)
+            order, words = cupy.empty((len(x), size), np.int32), cupy.empty(2 + size, np.int32)
 
             def push(capacity: int, blocks: Any) -> None:
-                self._launcher.push(
-                    shape,
-                    handle_id,
-                    num_experts,
-                    x,
-                    topk_idx,
-                    topk_weights,
-                    order,
-                    routing,
-                    offsets(blocks),
-                    capacity,
-                    sms,
-                )
+                routing = Routing(handle_id, num_experts, order, words, capacity)
+                self._launcher.push(shape, routing, x, topk_idx, topk_weights, offsets(blocks), sms)
 
             most = size * self.capacity.max_tokens_per_rank
             blocks: Any = self._blocks.try_allocate(rows.parts(most), current) if shape in self._prepared else None
             early = isinstance(blocks, dict)
             with self._launching(current):
-                self._launcher.count(shape, topk_idx, num_experts, self.capacity.max_tokens_per_rank, order, routing)
+                self._launcher.count(shape, topk_idx, num_experts, self.capacity.max_tokens_per_rank, order, words)
                 counted_event = self._comm_stream.record()
                 if early:
                     push(most, blocks)
@@ -117,7 +106,7 @@ class CudaBackend(Backend):
                 self._ensure(shape, counted.most_tokens)
                 blocks = self._blocks.try_allocate(rows.parts(num_recv), current)
                 with self._launching(current):
-                    runtime.memsetAsync(routing.data.ptr, 0, 4, self._comm_stream.stream.ptr)  # COUNT may have set skip
+                    runtime.memsetAsync(words.data.ptr, 0, 4, self._comm_stream.stream.ptr)  # COUNT may have set skip
                     push(num_recv, blocks)
             arrays = received(self._granted(blocks), rows.parts(num_recv), shape, num_recv, topk_idx.dtype)
             event = self._finish(current)
@@ -134,8 +123,7 @@ class CudaBackend(Backend):
             num_recv_tokens_per_expert=counted.experts,
             handle_id=handle_id,
             owner=self,
-            order=order,
-            routing=routing,
+            routing=Routing(handle_id, num_experts, order, words, num_recv),
         )
         return *arrays, handle, event
 
@@ -146,10 +134,7 @@ class CudaBackend(Backend):
             self._agree(shape, handle, current)
             x, blocks = _plain(x), self._blocks.try_allocate(rows.parts(num_recv), current)
             with self._launching(current):
-                self._launcher.push(
-                    shape, handle.handle_id, handle.num_experts, x, None, None, handle.order, handle.routing,
-                    offsets(blocks), num_recv, sms,
-                )  # fmt: skip
+                self._launcher.push(shape, handle.routing, x, None, None, offsets(blocks), sms)
             recv_x = received(self._granted(blocks), rows.parts(num_recv), shape, num_recv, None)[0]
             event = self._finish(current)
             return recv_x.copy() if copy else recv_x, event
@@ -166,7 +151,7 @@ class CudaBackend(Backend):
             out = cupy.empty((handle.num_tokens, x.shape[1]), x.dtype)
             out_weights = cupy.empty((handle.num_tokens, handle.num_topk), np.float32) if with_weights else None
             with self._launching(current):
-                self._launcher.pull(shape, handle, out, out_weights, where, sms)
+                self._launcher.pull(shape, handle.routing, out, out_weights, where, sms)
             self._granted(where)
             event = self._finish(current)
             del staged
@@ -195,20 +180,11 @@ class CudaBackend(Backend):
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
         with cupy.cuda.Device(self._device):
-            current = cupy.cuda.get_current_stream()
-            block = self._blocks.allocate({"rows": int(np.prod(shape)) * np.dtype(dtype).itemsize}, current)["rows"]
-            current.wait_event(self._comm_stream.record())  # earlier users of the block are done on that stream
-            return block.array(shape, dtype)
+            return self._blocks.empty(shape, dtype, cupy.cuda.get_current_stream())
 
     @contextmanager
     def allocator(self) -> Iterator[None]:
-        def malloc(num_bytes: int) -> cupy.cuda.MemoryPointer:
-            try:
-                return self.empty((max(num_bytes, 1),), np.uint8).data
-            except ArenaExhaustedError:
-                return cupy.get_default_memory_pool().malloc(num_bytes)
-
-        with cupy.cuda.using_allocator(malloc):
+        with cupy.cuda.using_allocator(self._blocks.malloc):
             yield
 
     def record_stream(self, array: Any, stream: Any) -> None:
@@ -269,7 +245,7 @@ class CudaBackend(Backend):
         """Collective on a shape's first use: all ranks mean the same, then it is loaded."""
         if shape not in self._prepared:  # equal on all ranks, or their posts differ
             with self._launching(current):
-                self._launcher.agree(shape, handle)
+                self._launcher.agree(shape, handle.routing)
             self._host_wait(self._comm_stream.record())
             self._launcher.check()
             self._ensure(shape)

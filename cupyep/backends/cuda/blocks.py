@@ -37,6 +37,20 @@ class Blocks:
         except ArenaExhaustedError as error:
             return error
 
+    def empty(self, shape: tuple[int, ...], dtype: Any, current: Any) -> cupy.ndarray:
+        """An array for use on the stream `current`. Raises ArenaExhaustedError."""
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        block = self.allocate({"rows": num_bytes}, current)["rows"]
+        current.wait_event(self._comm_stream.record())  # earlier users of the block are done there
+        return block.array(shape, dtype)
+
+    def malloc(self, num_bytes: int) -> cupy.cuda.MemoryPointer:
+        """For CuPy: from the arena, or from CuPy's own pool when that is full."""
+        try:
+            return self.empty((max(num_bytes, 1),), np.uint8, cupy.cuda.get_current_stream()).data
+        except ArenaExhaustedError:
+            return cupy.get_default_memory_pool().malloc(num_bytes)
+
     def visible(self, arrays: dict[str, Any], current: Any) -> tuple[dict[str, int] | ArenaExhaustedError, list[Any]]:
         """(offset in the arena of each array, arrays to keep): in place where they can be used so, else a copy."""
         offsets: dict[str, int] = {}
@@ -46,13 +60,13 @@ class Blocks:
                 continue
             offset = self._arena.offset_of(array)
             if offset is None:
-                blocks = self.try_allocate({name: array.nbytes}, current)
-                if isinstance(blocks, ArenaExhaustedError):
-                    return blocks, keep
-                current.wait_event(self._comm_stream.record())  # earlier users of the block are done on that stream
-                staged = blocks[name].array(array.shape, array.dtype)
+                try:
+                    staged = self.empty(array.shape, array.dtype, current)
+                except ArenaExhaustedError as error:
+                    return error, keep
                 cupy.copyto(staged, array)
-                offset, array = blocks[name].offset, staged
+                offset, array = self._arena.offset_of(staged), staged
+            assert offset is not None
             offsets[name] = offset
             keep.append(array)
         return offsets, keep

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import cupy
 from cupy.cuda import runtime
 
 from cupyep import env
@@ -98,8 +97,8 @@ def _check_peers(device: int, rank: int, bus_ids: list[str]) -> None:
 
 
 def usable() -> bool:
-    """Whether CuPy sees a GPU; makes no context."""
+    """Whether CuPy sees a GPU; makes no context. (cupy.cuda.is_available denies a second thread that asks early.)"""
     try:
-        return cupy.cuda.is_available()
-    except Exception:
+        return runtime.getDeviceCount() > 0
+    except runtime.CUDARuntimeError:
         return False

@@ -13,6 +13,28 @@ from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan
 
 
+class Call:
+    """The parameter struct of a kernel, filled anew for each launch: the driver copies it then."""
+
+    def __init__(self, params: abi.Struct, sync: dict[str, Any]) -> None:
+        self._record = params()
+        for name, value in sync.items():
+            self._record["sync"][name] = value
+        self._post = self._record["post"] if "post" in params.fields else None
+        self._pointers = np.array([self._record.ctypes.data], np.uintp)
+        self.arguments = self._pointers.ctypes.data  # what the driver wants: an array of pointers to arguments
+
+    def set(self, **fields: int) -> None:
+        """Sets fields of the struct itself."""
+        for name, value in fields.items():
+            self._record[name] = value
+
+    def post(self, signature: dict[str, int], **fields: int) -> None:
+        """Sets fields of the struct's Post."""
+        for name, value in (*signature.items(), *fields.items()):
+            self._post[name] = value  # type: ignore[index]
+
+
 class Kernel:
     """A kernel with its threads and shared memory; one by-value struct is its only argument."""
 
@@ -20,13 +42,10 @@ class Kernel:
         self._function = function  # keeps the module
         self._pointer, self._num_threads, self._smem_bytes = function.kernel.ptr, num_threads, smem_bytes
 
-    def launch(self, num_ctas: int, params: np.ndarray, stream: Any, smem_bytes: int | None = None) -> None:
+    def launch(self, num_ctas: int, call: Call, stream: Any, smem_bytes: int | None = None) -> None:
         """Straight to the driver: RawKernel.__call__ costs several times as much for a struct."""
-        arguments = np.array([params.ctypes.data], np.uintp)
         smem = self._smem_bytes if smem_bytes is None else smem_bytes
-        driver.launchKernel(
-            self._pointer, num_ctas, 1, 1, self._num_threads, 1, 1, smem, stream.ptr, arguments.ctypes.data, 0
-        )
+        driver.launchKernel(self._pointer, num_ctas, 1, 1, self._num_threads, 1, 1, smem, stream.ptr, call.arguments, 0)
 
 
 class Kernels:

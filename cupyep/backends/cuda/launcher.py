@@ -16,7 +16,7 @@ from cupyep import abi, layout
 from cupyep.abi import AbortKind, Operation, Status, Verdict
 from cupyep.backends.base import Shape
 from cupyep.backends.cuda.arena import Arena
-from cupyep.backends.cuda.kernels import Kernels
+from cupyep.backends.cuda.kernels import Call, Kernels
 from cupyep.backends.verdict import abort_error, signature_mismatch
 from cupyep.comm import Communicator
 from cupyep.errors import ArenaExhaustedError, CupyepError
@@ -25,20 +25,34 @@ from cupyep.handle import Handle
 COUNT, OTHERS = 0, 1  # the two host records
 
 
-@dataclass(frozen=True, eq=False)
-class CudaHandle(Handle):
-    """A Handle whose routing lies on the GPU.
+Where = dict[str, int] | ArenaExhaustedError
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of one dispatch go, on the GPU.
 
     order: `[num_tokens, num_ranks]` int32, a token's place among this rank's tokens for that rank, or -1;
-    routing: device words of abi.ROUTING, then our first row at each rank.
+    words: those of abi.ROUTING, then our first row at each rank; capacity: rows that our own block holds.
     """
 
+    handle_id: int
+    num_experts: int
     order: cupy.ndarray
-    routing: cupy.ndarray
+    words: cupy.ndarray
+    capacity: int
+
+
+@dataclass(frozen=True, eq=False)
+class CudaHandle(Handle):
+    """A Handle whose routing lies on the GPU."""
+
+    routing: Routing
 
     @property
     def send_row(self) -> cupy.ndarray:
-        return cupy.where(self.order < 0, np.int32(-1), self.order + self.routing[2:])
+        order = self.routing.order
+        return cupy.where(order < 0, np.int32(-1), order + self.routing.words[2:])
 
 
 @dataclass(frozen=True)
@@ -64,30 +78,26 @@ class Launcher:
         self._pinned = cupy.cuda.alloc_pinned_memory(self._host_layout.num_bytes)
         self._host = np.frombuffer(self._pinned, np.uint8, self._host_layout.num_bytes)
         self._host[:] = 0
-        self._sync = {
-            channel: abi.SYNC(
-                peers=arena.peers.data.ptr,
-                host=self._pinned.ptr,
-                timeout_ns=int((timeout_s or 0) * 1e9),
-                rank=comm.rank,
-                channel=channel,
-            )
-            for channel in (layout.Channel.NORMAL, layout.Channel.BARRIER)
+        sync = {
+            "peers": arena.peers.data.ptr,
+            "host": self._pinned.ptr,
+            "timeout_ns": int((timeout_s or 0) * 1e9),
+            "rank": comm.rank,
         }
+        normal, barrier = ({**sync, "channel": channel} for channel in (layout.Channel.NORMAL, layout.Channel.BARRIER))
+        self._count, self._push, self._pull = (
+            Call(params, normal) for params in (abi.COUNT_PARAMS, abi.PUSH_PARAMS, abi.PULL_PARAMS)
+        )
+        self._agree, self._barrier = Call(abi.BARRIER_PARAMS, normal), Call(abi.BARRIER_PARAMS, barrier)
+        self._abort = Call(abi.ABORT_PARAMS, normal)
 
     def count(self, shape: Shape, topk_idx: Any, num_experts: int, max_tokens: int, order: Any, routing: Any) -> None:
         """Launches COUNT; its result is there once the stream has passed it."""
-        post = abi.POST(operation=Operation.COUNT, num_experts=num_experts, num_tokens=len(topk_idx), **shape.signature)
-        params = abi.COUNT_PARAMS(
-            sync=self._sync[layout.Channel.NORMAL],
-            post=post,
-            topk_idx=topk_idx.data.ptr,
-            order=order.data.ptr,
-            routing=routing.data.ptr,
-            max_tokens=max_tokens,
-        )
         self._part(COUNT, "record")["verdict"] = Verdict.DONE
-        self._kernels.count.launch(1, params, self._stream, smem_bytes=4 * num_experts)
+        call = self._count
+        call.post(shape.signature, operation=Operation.COUNT, num_experts=num_experts, num_tokens=len(topk_idx))
+        call.set(topk_idx=topk_idx.data.ptr, order=order.data.ptr, routing=routing.data.ptr, max_tokens=max_tokens)
+        self._kernels.count.launch(1, call, self._stream, smem_bytes=4 * num_experts)
 
     def counted(self, num_local_experts: int) -> Counted:
         """After COUNT: what it found. Raises MismatchError, PeerError."""
@@ -104,70 +114,49 @@ class Launcher:
         )
 
     def push(
-        self,
-        shape: Shape,
-        handle_id: int,
-        num_experts: int,
-        x: Any,
-        topk_idx: Any,
-        topk_weights: Any,
-        order: Any,
-        routing: Any,
-        where: dict[str, int] | ArenaExhaustedError,
-        capacity: int,
-        num_sms: int,
+        self, shape: Shape, routing: Routing, x: Any, topk_idx: Any, topk_weights: Any, where: Where, num_sms: int
     ) -> None:
         """Launches PUSH. `where`: offsets of our rows, idx and weights, or why there is no block."""
-        params = abi.PUSH_PARAMS(
-            sync=self._sync[layout.Channel.NORMAL],
-            post=self._post(shape, handle_id, num_experts, capacity, where),
+        call = self._push
+        self._post(call, shape, routing, where)
+        call.set(
             x=x.data.ptr,
             topk_idx=_pointer(topk_idx),
             topk_weights=_pointer(topk_weights),
-            order=order.data.ptr,
-            routing=routing.data.ptr,
+            order=routing.order.data.ptr,
+            routing=routing.words.data.ptr,
             num_tokens=len(x),
-            num_local_experts=num_experts // self._num_ranks,
+            num_local_experts=routing.num_experts // self._num_ranks,
         )
-        self._kernels.of(shape).launch(num_sms, params, self._stream)
+        self._kernels.of(shape).launch(num_sms, call, self._stream)
 
-    def pull(
-        self,
-        shape: Shape,
-        handle: CudaHandle,
-        out: Any,
-        out_weights: Any,
-        where: dict[str, int] | ArenaExhaustedError,
-        num_sms: int,
-    ) -> None:
+    def pull(self, shape: Shape, routing: Routing, out: Any, out_weights: Any, where: Where, num_sms: int) -> None:
         """Launches PULL. `where`: offsets of our input rows and weights, or why there is no block."""
-        params = abi.PULL_PARAMS(
-            sync=self._sync[layout.Channel.NORMAL],
-            post=self._post(shape, handle.handle_id, handle.num_experts, handle.num_recv_tokens, where),
+        call = self._pull
+        self._post(call, shape, routing, where)
+        call.set(
             out=out.data.ptr,
             out_weights=_pointer(out_weights),
-            order=handle.order.data.ptr,
-            routing=handle.routing.data.ptr,
-            num_tokens=handle.num_tokens,
+            order=routing.order.data.ptr,
+            routing=routing.words.data.ptr,
+            num_tokens=len(out),
         )
-        self._kernels.of(shape).launch(num_sms, params, self._stream)
+        self._kernels.of(shape).launch(num_sms, call, self._stream)
 
-    def agree(self, shape: Shape, handle: Handle) -> None:
+    def agree(self, shape: Shape, routing: Routing) -> None:
         """Launches an operation that moves nothing: it tells whether all ranks mean the same."""
-        post = self._post(shape, handle.handle_id, handle.num_experts, 0, {})
-        self._kernels.barrier.launch(
-            1, abi.BARRIER_PARAMS(sync=self._sync[layout.Channel.NORMAL], post=post), self._stream
-        )
+        self._post(self._agree, shape, routing, {})
+        self._kernels.barrier.launch(1, self._agree, self._stream)
 
     def barrier(self) -> None:
         """Launches BARRIER."""
-        params = abi.BARRIER_PARAMS(sync=self._sync[layout.Channel.BARRIER], post=abi.POST(operation=Operation.BARRIER))
-        self._kernels.barrier.launch(1, params, self._stream)
+        self._barrier.post({}, operation=Operation.BARRIER)
+        self._kernels.barrier.launch(1, self._barrier, self._stream)
 
     def abort(self, kind: AbortKind, peer: int, stream: Any) -> None:
         """Makes every rank leave what it does. On a stream of its own: ours may be waiting for a peer."""
-        word = abi.pack_abort(kind, Operation.PUSH, self._rank, peer, 0)
-        self._kernels.abort_peers.launch(1, abi.ABORT_PARAMS(sync=self._sync[layout.Channel.NORMAL], word=word), stream)
+        self._abort.set(word=abi.pack_abort(kind, Operation.PUSH, self._rank, peer, 0))
+        self._kernels.abort_peers.launch(1, self._abort, stream)
 
     def check(self) -> None:
         """Raises what an operation behind us has met, as far as the device has told."""
@@ -182,20 +171,21 @@ class Launcher:
         if word[0]:
             raise abort_error(int(word[0]), self._timeout_s or 0)
 
-    def _post(self, shape: Shape, handle_id: int, num_experts: int, capacity: int, where: Any) -> np.ndarray:
-        post = abi.POST(
+    @staticmethod
+    def _post(call: Call, shape: Shape, routing: Routing, where: Where) -> None:
+        failed = isinstance(where, ArenaExhaustedError)
+        offsets = {"rows": where.needed, "idx": where.free} if isinstance(where, ArenaExhaustedError) else where
+        call.post(
+            shape.signature,
             operation=shape.operation,
-            handle_id=handle_id,
-            num_experts=num_experts,
-            capacity=capacity,
-            **shape.signature,
+            num_experts=routing.num_experts,
+            handle_id=routing.handle_id,
+            status=Status.FAILED if failed else Status.READY,
+            capacity=routing.capacity,
+            rows_offset=offsets.get("rows", 0),
+            idx_offset=offsets.get("idx", 0),
+            weights_offset=offsets.get("weights", 0),
         )
-        if isinstance(where, ArenaExhaustedError):
-            post["status"], post["rows_offset"], post["idx_offset"] = Status.FAILED, where.needed, where.free
-        else:
-            for name, offset in where.items():
-                post[f"{name}_offset"] = offset
-        return post
 
     def _part(self, index: int, name: str) -> np.ndarray:
         return self._host_layout.view(self._host, index, name)
