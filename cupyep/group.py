@@ -14,7 +14,7 @@ from cupyep import abi, backends, checks
 from cupyep.backends.base import Shape
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
-from cupyep.errors import CupyepError, MismatchError, PeerError, StateError
+from cupyep.errors import CupyepError, PeerError, StateError
 from cupyep.layout import RowLayout
 
 Self = TypeVar("Self", bound="Group")
@@ -42,10 +42,9 @@ class Group:
         config = BufferConfig(num_nvl_bytes, num_rdma_bytes, low_latency_mode, max_tokens_per_rank, backend, timeout_s)
         group = connect(comm, timeout_s)
         self.rank, self.size = group.rank, group.size
-        for peer, theirs in enumerate(group.allgather(config, operation="Buffer", timeout_s=timeout_s)):
-            for name, value in vars(config).items():
-                if vars(theirs)[name] != value and name != "timeout_s":
-                    raise MismatchError("Buffer", peer, name, value, vars(theirs)[name])
+        agreed = {name: value for name, value in vars(config).items() if name != "timeout_s"}
+        group.agree("Buffer", agreed, timeout_s=timeout_s)
+        self._comm, self._timeout_s = group, timeout_s
         self._backend = backends.create(group, config, device, Group.num_sms)
         self.backend: str = self._backend.name
 
@@ -81,7 +80,10 @@ class Group:
         most = checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1) if max_tokens_per_rank is not None else 0
         self._check_num_tokens(backend, most)
         row_bytes = hidden * dtype.itemsize
+        arguments = {"hidden": hidden, "dtype": dtype.name, "num_topk": num_topk, "idx_dtype": np.dtype(idx_dtype).name}
+        arguments |= {"with_weights": with_weights, "max_tokens_per_rank": max_tokens_per_rank}
         with self._watch():
+            self._comm.agree("prepare", arguments, timeout_s=self._timeout_s)
             for weights in (False, True) if with_weights else (False,):
                 backend.prepare(
                     Shape(abi.Operation.PUSH, hidden, dtype, RowLayout(row_bytes, num_topk, idx_bytes, weights)), most
@@ -90,11 +92,14 @@ class Group:
                     Shape(abi.Operation.PULL, hidden, dtype, RowLayout(row_bytes, num_topk * weights, 0, weights)), most
                 )
 
-    def barrier(self) -> None:
-        """Returns when every rank has called it (cuda: in stream order, on the GPU). Collective."""
+    def barrier(self) -> Any:
+        """Until every rank has called it: on the host (numpy), or in the current stream's order (cuda). Collective.
+
+        Returns: its event; on cuda `event.synchronize()` waits on the host and raises what went wrong.
+        """
         backend = self._ready("barrier")
         with self._watch():
-            backend.barrier()
+            return backend.barrier()
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised array in this rank's arena: as combine's input it is used in place. Local.

@@ -122,7 +122,15 @@ class ControlLayout:
 # What the device tells the host, in pinned memory: one record for COUNT, one for the operations that nobody waits for.
 # verdict and abort stay until the host clears them; the posts that led to a verdict follow in HostLayout.
 HOST_RECORD = abi.Struct(
-    "HostRecord", abort="u64", bad_id="i64", verdict="u32", epoch="u32", most_tokens="u32", has_bad_id="u32"
+    "HostRecord",
+    abort="u64",
+    bad_id="i64",
+    verdict="u32",
+    epoch="u32",
+    most_tokens="u32",
+    has_bad_id="u32",
+    failed_rank="u32",
+    failed_rows="u32",
 )
 
 
@@ -180,6 +188,11 @@ class RowLayout:
             "weights": self.num_topk * 4 * self.with_weights,
         }
         return {name: capacity * size for name, size in sizes.items() if size}
+
+    def fitting(self, num_bytes: int) -> int:
+        """The most rows whose parts, one block each, fit into a gap of `num_bytes`."""
+        parts = self.parts(1)
+        return max(0, num_bytes - len(parts) * ALIGNMENT) // sum(parts.values())
 
     def offsets(self, capacity: int) -> dict[str, int]:
         """Byte offsets of rows, idx and weights from the block's start, and the block's size as `num_bytes`."""

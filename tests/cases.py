@@ -27,7 +27,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "idx_dtype": ("int32", "int64"),
     "weights": (True, False),
     "memory": ("contiguous", "fortran", "strided", "reversed", "offset", "read-only"),  # of all inputs
-    "expert_output": ("new array", "arena array", "recv_x"),  # what combine is given
+    "expert_output": ("new array", "arena array", "transposed arena array", "odd arena array", "recv_x"),  # combine's x
     "copy": (False, True),
     "capacity": ("given", "grown"),  # max_tokens_per_rank
 }
@@ -75,50 +75,68 @@ class Case:
         return [rng.randint(0, 200) if self.tokens == "uneven" else 0 for _ in range(self.num_ranks)]
 
     def inputs(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """x, topk_idx and topk_weights (None when the case has none) of `rank`, contiguous."""
-        rng = np.random.default_rng((self.seed, rank))
-        count = self.num_tokens[rank]
-        x = values(rng, (count, self.hidden), DTYPES[self.dtype])
-        weights = values(rng, (count, self.num_topk), DTYPES["float32"]) if self.weights else None
-        return x, self._ids(rng, count).astype(self.idx_dtype), weights
+        """x, topk_idx and topk_weights (None when the case has none) of `rank`: contiguous, not to be written."""
+        return _inputs(self, rank)
 
     def outputs(self, rank: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         """What the experts of `rank` answer to `count` received tokens: x [count, H] and weights [count, K] or None."""
-        rng = np.random.default_rng((self.seed, rank, 1))
-        weights = values(rng, (count, self.num_topk), DTYPES["float32"]) if self.weights else None
-        return values(rng, (count, self.hidden), DTYPES[self.dtype]), weights
+        return _outputs(self, rank, count)
 
-    def _ids(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        shape = (count, self.num_topk)
-        if self.routing == "nowhere":
-            return np.full(shape, -1)
-        if self.routing == "duplicates":  # of three experts, so that even a short list repeats one
-            return rng.choice(rng.choice(self.num_experts, 3), shape)
-        if self.routing == "one rank":
-            width = min(self.num_topk, self.num_local_experts)
-            order = rng.random((count, self.num_local_experts)).argsort(axis=1)[:, :width]
-            target = random.Random(self.seed).randrange(self.num_ranks)
-            missing = np.full((count, self.num_topk - width), -1)
-            return np.hstack([order + target * self.num_local_experts, missing])
-        ids = rng.random((count, self.num_experts)).argsort(axis=1)[:, : self.num_topk]
-        return np.where(rng.random(shape) < 0.4, -1, ids) if self.routing == "some -1" else ids
+
+@functools.lru_cache(maxsize=32)
+def _inputs(case: Case, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    rng = np.random.default_rng((case.seed, rank))
+    count = case.num_tokens[rank]
+    x = values(rng, (count, case.hidden), DTYPES[case.dtype])
+    weights = values(rng, (count, case.num_topk), DTYPES["float32"]) if case.weights else None
+    return frozen(x), frozen(ids(case, rng, count)), frozen(weights)
+
+
+@functools.lru_cache(maxsize=32)
+def _outputs(case: Case, rank: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
+    rng = np.random.default_rng((case.seed, rank, 1))
+    weights = values(rng, (count, case.num_topk), DTYPES["float32"]) if case.weights else None
+    return frozen(values(rng, (count, case.hidden), DTYPES[case.dtype])), frozen(weights)
+
+
+def frozen(array: np.ndarray | None) -> np.ndarray | None:
+    if array is not None:
+        array.flags.writeable = False
+    return array
+
+
+def ids(case: Case, rng: np.random.Generator, count: int) -> np.ndarray:
+    """The expert ids of `count` tokens, routed as the case says."""
+    shape = (count, case.num_topk)
+    if case.routing == "nowhere":
+        chosen = np.full(shape, -1)
+    elif case.routing == "duplicates":  # of three experts, so that even a short list repeats one
+        chosen = rng.choice(rng.choice(case.num_experts, 3), shape)
+    elif case.routing == "one rank":
+        chosen = np.full(shape, -1)
+        target = random.Random(case.seed).randrange(case.num_ranks)
+        local = rng.random((count, case.num_local_experts)).argsort(axis=1)[:, : case.num_topk]
+        chosen[:, : local.shape[1]] = local + target * case.num_local_experts
+    else:
+        chosen = rng.random((count, case.num_experts)).argsort(axis=1)[:, : case.num_topk]
+        if case.routing == "some -1":
+            chosen = np.where(rng.random(shape) < 0.4, -1, chosen)
+    return chosen.astype(case.idx_dtype)
 
 
 def values(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype) -> np.ndarray:
-    """Normal numbers, mixed with any bit pattern but NaN, denormals, signed zeros, the largest numbers, infinities."""
-    bits = np.dtype(f"u{dtype.itemsize}")
-    infinity = int(np.array(np.inf, dtype).view(bits))
-    sign = 1 << (8 * dtype.itemsize - 1)
-    least_normal = int(np.array(ml_dtypes.finfo(dtype).smallest_normal, dtype).view(bits))
-    specials = np.array([0, 1, least_normal - 1, least_normal, infinity - 1, infinity], bits)
-    normal = rng.standard_normal(shape, np.float32).astype(dtype).view(bits)
-    any_finite = rng.integers(0, infinity, shape, bits)
-    denormal = rng.integers(0, least_normal, shape, bits)
-    special = rng.choice(specials, shape, p=[0.3, 0.2, 0.2, 0.2, 0.07, 0.03])
-    kind = rng.random(shape, np.float32)
-    result = np.select([kind < 0.6, kind < 0.75, kind < 0.9], [normal, any_finite, denormal], special)
-    flip = (rng.random(shape, np.float32) < 0.3) & (kind >= 0.6)  # normal numbers have their signs already
-    return np.where(flip, result | bits.type(sign), result).astype(bits).view(dtype)
+    """Normal numbers, and in a third of the places: any finite bit pattern, denormals, or the special values below."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    infinity = int(np.array(np.inf, dtype).view(unsigned))
+    least_normal = int(np.array(ml_dtypes.finfo(dtype).smallest_normal, dtype).view(unsigned))
+    specials = np.array([0, 1, least_normal - 1, least_normal, infinity - 1, infinity], unsigned)
+    bits = rng.standard_normal(shape, np.float32).astype(dtype).view(unsigned).ravel()
+    odd = np.flatnonzero(rng.random(bits.size, np.float32) < 1 / 3)
+    bits[odd[0::3]] = rng.integers(0, infinity, odd[0::3].size, unsigned)
+    bits[odd[1::3]] = rng.integers(0, least_normal, odd[1::3].size, unsigned)
+    bits[odd[2::3]] = rng.choice(specials, odd[2::3].size, p=[0.4, 0.1, 0.1, 0.1, 0.2, 0.1])
+    bits[odd] |= rng.integers(0, 2, odd.size, unsigned) << (8 * dtype.itemsize - 1)  # signs
+    return bits.view(dtype).reshape(shape)
 
 
 LIMITED = ("num_ranks", "hidden", "num_topk", "tokens", "num_local_experts")  # axes that exclude each other's values

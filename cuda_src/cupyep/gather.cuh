@@ -25,6 +25,12 @@ __device__ __forceinline__ int order_at(const PullParams& p, u32 token, u32 rank
 }
 
 #if __CUDA_ARCH__ >= 900
+// Hides how a value was made, so that it stays in a register instead of being made anew at each use in a hot loop.
+__device__ __forceinline__ u32 in_register(u32 value) {
+  asm volatile("mov.u32 %0, %0;" : "+r"(value));
+  return value;
+}
+
 // Each CTA has kGroups independent groups: kConsumerWarps warps that add, one that loads, and a ring of kSlots slots.
 // A slot holds one row's chunk, so rows of one token may lie in any slots; they come in ascending rank.
 //   full[s]   one arrival (the loader's expect_tx) and the chunk's bytes    loader -> consumers   (H1)
@@ -116,9 +122,20 @@ class TmaGather {
     }
   }
 
+  // A thread's wait for a row. Once it has to leave it waits no more and adds what it finds: nobody will see the sums,
+  // and the warp stays together without a vote per row.
+  __device__ __forceinline__ void wait_or_leave(const PullParams& p, u32 barrier, u32 phase, bool& leaving) const {
+    Patience patience;
+    while (!ptx::mbarrier_try_wait_parity(barrier, phase) && !leaving) {
+      leaving = patience.exhausted(p.sync, cfg::kOperationPull, p.sync.rank, epoch_);
+    }
+  }
+
   __device__ __forceinline__ void add(const PullParams& p) {
-    const u32 lane = threadIdx.x % 32, thread = warp_ * 32 + lane, total = p.num_tokens * cfg::kNumChunks;
+    const u32 lane = in_register(threadIdx.x % 32), thread = warp_ * 32 + lane, total = p.num_tokens * cfg::kNumChunks;
+    const u32 full = in_register(ptx::smem_addr(full_)), vec = in_register(ptx::smem_addr(ring_) + thread * 16);
     u32 slot = 0, phase = 0;
+    bool leaving = false;
     int next[kRankWords];  // as in load
 #pragma unroll
     for (u32 word = 0; word < kRankWords; ++word) next[word] = order_at(p, first() / cfg::kNumChunks, word * 32 + lane);
@@ -133,17 +150,19 @@ class TmaGather {
       }
       float sums[cfg::kVecsPerThread][kPerVec] = {};
       for (u32 row = 0; row < num_rows; ++row) {
-        if (!wait(p, full_ + slot, phase)) return;  // H1
-        const uint4* from = reinterpret_cast<const uint4*>(ring_ + slot * cfg::kSlotBytes) + thread;
+        wait_or_leave(p, full + slot * 8, phase, leaving);  // H1
         VecOf<16> vecs[cfg::kVecsPerThread];
 #pragma unroll
         for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
-          if (kExact || thread + j * kThreads < num_vecs) *reinterpret_cast<uint4*>(&vecs[j]) = from[j * kThreads];
+          if (kExact || thread + j * kThreads < num_vecs) {
+            const uint4 words = ptx::ld_shared_v4(vec + slot * cfg::kSlotBytes + j * kThreads * 16);
+            vecs[j] = {words.x, words.y, words.z, words.w};
+          }
         }
         // sync(slot.empty) H3: all lanes have read the slot; each fences, then one arrives. Pairs with empty in load.
         ptx::fence_proxy_async_shared_cta();
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(empty_ + slot);
+        if (lane == 0) ptx::mbarrier_arrive(full + (cfg::kSlots + slot) * 8);
         if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
 #pragma unroll
         for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {

@@ -62,7 +62,7 @@ __device__ __forceinline__ bool aborted(const Sync& sync) { return ptx::ld_relax
 
 // Leaves for good. Our posts are revoked first; then rank 0's abort word arbitrates: the first record there is the
 // verdict of all ranks, and whoever got that far tells everyone.
-__device__ inline void abort_all(const Sync& sync, u64 record, u32 epoch) {
+__device__ __noinline__ void abort_all(const Sync& sync, u64 record, u32 epoch) {
   for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
     ptx::st_relaxed_sys(&post_slot(sync, rank, epoch, sync.rank)->status, static_cast<u32>(cfg::kStatusRevoked));
   }
@@ -77,20 +77,28 @@ __device__ __forceinline__ u64 abort_record(const Sync& sync, u32 kind, u32 oper
          static_cast<u64>(peer) << 32 | epoch;
 }
 
-// A wait's patience: counts tries and now and then looks at the clock and at the abort word.
+constexpr u64 kLeave = ~0ULL;
+
+// Looks at the abort word and at the clock, for a wait that began at `start` (0: at this very moment). Returns the start,
+// or kLeave. Out of line, because waits are in hot loops and this is not.
+__device__ __noinline__ u64 look(const Sync& sync, u64 start, u32 operation, u32 peer, u32 epoch) {
+  if (aborted(sync)) return kLeave;
+  const u64 now = ptx::globaltimer();
+  if (start == 0) return now;
+  if (sync.timeout_ns == 0 || now - start < sync.timeout_ns) return start;
+  abort_all(sync, abort_record(sync, cfg::kAbortTimeout, operation, peer, epoch), epoch);
+  return kLeave;
+}
+
+// A wait's patience: counts failed tries, and looks around after every 32nd.
 struct Patience {
   u64 start = 0;
   u32 tries = 0;
 
-  // After a failed try. True: leave. `peer` is the rank that we are waiting for.
+  // True: leave. `peer` is the rank that we are waiting for.
   __device__ __forceinline__ bool exhausted(const Sync& sync, u32 operation, u32 peer, u32 epoch) {
-    if (++tries % 32 != 0) return false;
-    if (aborted(sync)) return true;
-    const u64 now = ptx::globaltimer();
-    if (start == 0) start = now;
-    if (sync.timeout_ns == 0 || now - start < sync.timeout_ns) return false;
-    abort_all(sync, abort_record(sync, cfg::kAbortTimeout, operation, peer, epoch), epoch);
-    return true;
+    if (++tries % 32 == 0) start = look(sync, start, operation, peer, epoch);
+    return start == kLeave;
   }
 };
 

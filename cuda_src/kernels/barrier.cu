@@ -11,5 +11,6 @@ extern "C" __global__ void __launch_bounds__(32, 1) barrier(const __grid_constan
 }
 
 extern "C" __global__ void __launch_bounds__(1, 1) abort_peers(const __grid_constant__ AbortParams p) {
-  abort_all(p.sync, p.word, ptx::ld_relaxed_gpu(&channel_state(p.sync)->epoch) + 1);
+  const u32 epoch = ptx::ld_relaxed_gpu(&channel_state(p.sync)->epoch) + 1;  // of the operation that runs, or comes next
+  abort_all(p.sync, p.word | epoch, epoch);
 }

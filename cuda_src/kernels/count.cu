@@ -4,7 +4,8 @@
 //   out   order [num_tokens][ranks] i32: the token's place among our tokens for that rank, or -1
 //         routing: base[rank] = our first row at that rank; skip = 1 if the push launched behind us must not run
 //         to every peer: our counts (rows for each rank, listings of each of its experts), with our post
-//         to the host: rows from each rank, listings of our experts, most tokens of any rank, a bad id
+//         to the host: rows from each rank, listings of our experts, most tokens of any rank, a bad id, and the first
+//         rank that would get more rows than the capacity it has posted
 //   sync  post (H8 / H5); no done word: counts are double-buffered and every rank waits for all
 //   moves num_tokens * num_topk ids twice from L2, ranks + experts words to each peer
 //
@@ -116,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   Routing* routing = reinterpret_cast<Routing*>(p.routing);
   int* base = reinterpret_cast<int*>(routing + 1);
   u8* record = host_record(p.sync, 0);
-  __shared__ u32 most_tokens;
-  if (threadIdx.x == 0) most_tokens = 0;
+  __shared__ u32 most_tokens, failed_rank, failed_rows;
+  if (threadIdx.x == 0) most_tokens = 0, failed_rank = cfg::kNumRanks, failed_rows = 0;
   __syncthreads();
   if (verdict == cfg::kVerdictDone) {
     const u32* counts = reinterpret_cast<const u32*>(channel(p.sync, p.sync.rank) + cfg::kCountsOffset) +
@@ -125,11 +126,16 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
     u32* host_rows = reinterpret_cast<u32*>(record + cfg::kHostRowsOffset);
     u32* host_experts = reinterpret_cast<u32*>(record + cfg::kHostExpertsOffset);
     for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
-      u32 sum = 0;
-      for (u32 source = 0; source < p.sync.rank; ++source) sum += counts[source * cfg::kCountsWords + rank];
-      base[rank] = static_cast<int>(sum);
+      const Post& theirs = *post_slot(p.sync, p.sync.rank, epoch, rank);
+      u32 before = 0, all = 0;
+      for (u32 source = 0; source < cfg::kNumRanks; ++source) {
+        if (source == p.sync.rank) before = all;
+        all += counts[source * cfg::kCountsWords + rank];
+      }
+      base[rank] = static_cast<int>(before);
       host_rows[rank] = counts[rank * cfg::kCountsWords + p.sync.rank];
-      atomicMax(&most_tokens, post_slot(p.sync, p.sync.rank, epoch, rank)->num_tokens);
+      atomicMax(&most_tokens, theirs.num_tokens);
+      if (all > theirs.capacity) atomicMin(&failed_rank, rank);
     }
     for (u32 expert = threadIdx.x; expert < num_local; expert += blockDim.x) {
       u32 sum = 0;
@@ -139,7 +145,15 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
       host_experts[expert] = sum;
     }
     __syncthreads();
-    if (most_tokens > p.max_tokens) verdict = cfg::kVerdictGrow;
+    // All ranks have the same counts and posts, so all come to the same verdict.
+    if (most_tokens > p.max_tokens) {
+      verdict = cfg::kVerdictGrow;
+    } else if (failed_rank < cfg::kNumRanks) {
+      verdict = cfg::kVerdictFailed;
+      if (threadIdx.x == 0) {
+        for (u32 source = 0; source < cfg::kNumRanks; ++source) failed_rows += counts[source * cfg::kCountsWords + failed_rank];
+      }
+    }
   }
   if (threadIdx.x == 0) {
     routing->skip = verdict != cfg::kVerdictDone;
@@ -147,6 +161,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
     host->most_tokens = most_tokens;
     host->has_bad_id = bad_id != -1;
     host->bad_id = bad_id;
+    host->failed_rank = failed_rank;
+    host->failed_rows = failed_rows;
   }
   end(p.sync, 0, epoch, verdict);
 }

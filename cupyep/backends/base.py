@@ -114,8 +114,8 @@ class Backend(ABC):
         """(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, event). Local."""
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Collective: returns when every rank has come."""
+    def barrier(self) -> Any:
+        """Collective: until every rank has come. Returns the event."""
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cupyep.errors import CupyepError, PeerError
+from cupyep.errors import CupyepError, MismatchError, PeerError
 
 T = TypeVar("T")
 
@@ -38,6 +38,14 @@ class Communicator(ABC):
     def barrier(self, *, operation: str, timeout_s: float | None) -> None:
         """Collective: returns once every rank has called it."""
         self.allgather(None, operation=operation, timeout_s=timeout_s)
+
+    def agree(self, operation: str, values: dict[str, Any], *, timeout_s: float | None) -> None:
+        """Collective: raises MismatchError on every rank unless all gave equal `values` (by name)."""
+        everyone = self.allgather(values, operation=operation, timeout_s=timeout_s)
+        for rank, theirs in enumerate(everyone):
+            for name, expected in everyone[0].items():
+                if theirs[name] != expected:
+                    raise MismatchError(operation, rank, name, expected, theirs[name])
 
     def together(self, operation: str, step: Callable[[], T], *, timeout_s: float | None) -> list[T]:
         """Collective: runs `step` on every rank and returns all results; if it raised anywhere, raises everywhere.

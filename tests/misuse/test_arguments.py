@@ -117,13 +117,16 @@ def lone_bad_id(comm, backend, validate):
     """Rank 1 names an expert that is none; rank 0 gets what the oracle says, and both go on."""
     case = Case(num_ranks=2, hidden=HIDDEN, tokens=TOKENS, seed=700)
     with cupyep.Buffer(comm, backend=backend, timeout_s=5) as buffer:
-        x, topk_idx, weights = (checks.place(part, "contiguous", backend) for part in case.inputs(comm.rank))
+        inputs = [part.copy() for part in case.inputs(comm.rank)]
         if comm.rank == 1:
-            topk_idx[2, :] = (case.num_experts, -5)
+            inputs[1][2, :] = (case.num_experts, -5)
+        x, topk_idx, weights = (checks.place(part, "contiguous", backend) for part in inputs)
+        if comm.rank == 1:
             with pytest.raises(ValueError, match=message("topk_idx", r"-1\.\.7", "8")):
                 buffer.dispatch(x, topk_idx, weights, num_experts=case.num_experts, validate=validate)
         else:
             xs, idxs, weightss = (list(parts) for parts in zip(case.inputs(0), case.inputs(1), strict=True))
+            idxs[1] = idxs[1].copy()
             idxs[1][2, :] = -1
             expected = reference.dispatch(xs, idxs, weightss, case.num_experts)[0]
             result = buffer.dispatch(x, topk_idx, weights, num_experts=case.num_experts, validate=validate)

@@ -83,6 +83,7 @@ def test_wrong_layouts_are_found_with_validate_only(buffer, backend):
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(topk_idx, CASE.num_experts)
     right = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": is_in_rank}
     buffer.dispatch(x, topk_idx, num_experts=CASE.num_experts, validate=True, **right)
+    assert buffer.dispatch(x, topk_idx, **right).handle.num_experts == CASE.num_experts  # told by the counts' length
     for name, array in right.items():
         wrong = array.copy()
         wrong[-1] = ~wrong[-1] if wrong.dtype == bool else wrong[-1] + 1

@@ -136,8 +136,8 @@ def check_combine(buffer: cupyep.Buffer, case: Case, rank: int, backend: str, re
     y, weights = case.outputs(rank, len(result.recv_x))
     if case.expert_output == "recv_x":
         y_given = result.recv_x
-    elif case.expert_output == "arena array":
-        y_given = buffer.empty(y.shape, y.dtype)
+    elif "arena" in case.expert_output:
+        y_given = arena_array(buffer, y.shape, y.dtype, case.expert_output)
         y_given[...] = namespace(backend).asarray(y)
     else:
         y_given = place(y, case.memory, backend)
@@ -152,6 +152,15 @@ def check_combine(buffer: cupyep.Buffer, case: Case, rank: int, backend: str, re
     if case.expert_output != "recv_x":
         assert_bits("y after combine", y_given, y)
     return combined
+
+
+def arena_array(buffer: cupyep.Buffer, shape: tuple[int, int], dtype: np.dtype, kind: str) -> Any:
+    """An array in the arena: one that combine can use in place, or one whose order or address it cannot use."""
+    if kind == "transposed arena array":
+        return buffer.empty(shape[::-1], dtype).T
+    if kind == "odd arena array":
+        return buffer.empty(shape[0] * shape[1] + 1, dtype)[1:].reshape(shape)
+    return buffer.empty(shape, dtype)
 
 
 def run_case(comm: Any, case: Case, backend: str, buffer: cupyep.Buffer | None = None) -> None:

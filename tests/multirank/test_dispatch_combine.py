@@ -41,6 +41,27 @@ def test_eight_processes(backend):
     assert launch.mpi(8, checks.run_cases, (case,) * 5, backend, True) == [5] * 8
 
 
+class Exporter:
+    """An array of some other library: all that it offers is DLPack."""
+
+    def __init__(self, array):
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+def dispatch_exporters(comm, case, backend):
+    with checks.open_buffer(comm, case, backend) as buffer:
+        inputs = [Exporter(checks.place(array, "contiguous", backend)) for array in case.inputs(comm.rank)]
+        result = buffer.dispatch(*inputs, num_experts=case.num_experts)
+        checks.check_received(result, case, comm.rank)
+        combined = buffer.combine(Exporter(result.recv_x), result.handle, Exporter(result.recv_topk_weights))
+        checks.assert_bits("combined_x", combined.combined_x, checks.expect(case)[1][comm.rank])
+
+
+def test_arrays_of_other_libraries(backend):
+    case = Case(num_ranks=2, hidden=24, tokens=9, dtype="float16", expert_output="recv_x", seed=8)
+    launch.threads(2, dispatch_exporters, case, backend)
+
+
 def test_the_table_covers_all_pairs():
     options = [[(name, value) for value in AXES[name]] for name in AXES]
     pairs = {pair for one, other in itertools.combinations(options, 2) for pair in itertools.product(one, other)}

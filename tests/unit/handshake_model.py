@@ -1,26 +1,26 @@
 """The handshake of one channel as a state machine, and an explorer that visits every interleaving of it.
 
-Read it to learn the protocol. Every operation of a channel is, on every rank, one epoch e = previous epoch + 1:
+On every rank an operation of a channel is one epoch e = previous epoch + 1 (docs/memory-model.md tells more):
 
-  post     Into slot [e % 2][rank] of EVERY rank's control block go the words (signature, status, offsets), a COUNT's
-           counts, and last, with release, the epoch e, which makes the rest valid.
-  wait     until the posts of ALL ranks carry e, also of ranks it exchanges no row with; then read them.
-  verdict  A signature unlike rank 0's: all leave with a mismatch. A FAILED status: all leave with a failure. All read
-           the same posts, so all agree; the epoch counts as finished and no row has moved.
-  rows     Accesses to a partner's block lie between its post of e (the block is there) and its end of e (it is reused).
-  done     Store e at every rank, then wait until everybody's done word reaches e, by signed difference: epochs wrap.
-  abort    A rank whose wait passes its deadline first REVOKES its posts of e, then claims the abort by compare-and-swap
-           on rank 0's abort word, so that one record wins. The winner stores it to every rank's abort word, a loser
-           takes it from rank 0's. Every wait, and a writer before each access, looks at its own word and leaves with
-           that record. A writer may have looked just before: blocks of an aborted operation are never reused.
+  post     Into slot [e % 2][rank] of EVERY rank's control block go the words, a COUNT's counts, and last the epoch e.
+  wait     Until the posts of ALL ranks have reached e, also of ranks it exchanges no row with; then read them.
+  verdict  One is revoked: await the abort record and leave. Signatures differ: mismatch. One has FAILED: failure. Both
+           end the operation with no row moved. All read the same posts, so all agree.
+  rows     PUSH and PULL: accesses to a partner's block lie between its post of e and its end of e.
+  done     PUSH and PULL that end well: store e at every rank, then wait until everybody's done word has reached e.
+  abort    Past its deadline, a rank that waits revokes its posts of e and claims the abort by compare-and-swap on rank
+           0's abort word: one record wins, and winner and losers store it at every rank. Every wait looks at its own
+           abort word and leaves. The blocks of an aborted operation are never reused.
 
-`done` alone keeps posts from being overwritten. Mismatch and failure end without it: the fastest rank may post e + 1
-while the slowest has yet to read e (hence two slots, by parity), but waits there for all, so it never gets to e + 2.
+COUNT, BARRIER, agree (the post of a PUSH or PULL, to compare signatures), mismatch and failure end without done words:
+the fastest rank may post e + 1 while the slowest has yet to read e (hence two slots, by parity), but waits there for
+all, so it never gets to e + 2. "Reached" is by signed difference, as epochs wrap.
 
 The model: a step is one store, read or wait, and memory is sequentially consistent: fences are the kernels' business.
 Words to oneself are left out, as nobody else sees them. A post's words and counts are one store, as nobody reads them
-before the epoch. Reads and accesses go by ascending rank, as nobody sees their order; stores and waits go in any order.
-Each step moves its rank forward, so every run ends.
+before the epoch. A wait for several ranks is one step, as what has come does not go away. Reads and accesses go by
+ascending rank, as nobody sees their order; stores go in any order. Who moves rows may look at its abort word at any
+time or never. Each step moves its rank forward, so every run ends.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Property(Enum):
     RECORDS_DIFFER = "ranks name different abort records"
     OUTSIDE_WINDOW = "a block is accessed that is not open"
     VERDICTS_DIFFER = "a rank's verdict is not that of the posts of all ranks"
+    NOT_TOLD = "a rank that has finished its last call does not find the others' abort in its abort word, at close()"
 
 
 class Broken(Exception):
     """A property is broken; `trace` is the run that breaks it, one step a line."""
 
     def __init__(self, broken: Property, detail: str) -> None:
-        super().__init__(broken, detail)
         self.property, self.detail, self.trace = broken, detail, list[str]()
 
     def __str__(self) -> str:
@@ -57,12 +57,18 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """One operation. rows: (rank that accesses, owner of the block); failed, differs: the rank that does, if any."""
+    """One operation. rows: (rank that accesses, owner of the block); failed, differs: the rank that does, if any;
+    agree: it posts like a PUSH or PULL and moves nothing."""
 
     operation: Operation
     rows: tuple[tuple[int, int], ...] = ()
     failed: int | None = None
     differs: int | None = None
+    agree: bool = False
+
+    @property
+    def moves(self) -> bool:
+        return self.operation in (Operation.PUSH, Operation.PULL) and not self.agree
 
     def verdict(self, ranks: set[int]) -> str:
         """What the posts of `ranks` say together."""
@@ -86,12 +92,16 @@ class Scenario:
 class Rules:
     """The rules of the protocol. A mutant has one of them taken away."""
 
-    wait_for_all: bool = True  # otherwise: for the posts and done words of the ranks it exchanges rows with
+    wait_for_all: bool = True  # otherwise: PUSH and PULL wait for posts and done words of those they share rows with
     double_buffered: bool = True  # otherwise: one slot per rank
     epoch_last: bool = True  # otherwise: the words follow the epoch
     wait_done: bool = True  # otherwise: done words are stored, not waited for
+    heed_revoked: bool = True  # otherwise: whoever reads a revoked post takes it for a ready one
+    await_record: bool = True  # otherwise: whoever reads a revoked post leaves with what its abort word says then
     single_arbiter: bool = True  # otherwise: each rank claims the abort at its own abort word
-    broadcast: bool = True  # otherwise: the winner stores the record at no other rank
+    revoke: bool = True  # otherwise: posts stay as they are
+    broadcast: bool = True  # otherwise: nobody stores the record at other ranks
+    rebroadcast: bool = True  # otherwise: only the winner does
     keep_aborted_blocks: bool = True  # otherwise: a rank that left by abort reuses its block
     seeded_words: bool = True  # epochs and done words of a new arena hold the start epoch; otherwise: 0
 
@@ -99,12 +109,14 @@ class Rules:
 class Phase(IntEnum):
     """What a rank does next. Up to READ_COUNTS it has not finished reading; from AWAIT_ABORT on it is leaving."""
 
-    STORE_WORDS, RELEASE_EPOCH, AWAIT_POSTS, READ_POSTS, READ_COUNTS, CHECK, ACCESS, STORE_DONE, AWAIT_DONE = range(9)
-    AWAIT_ABORT, REVOKE, CLAIM, BROADCAST, LEFT, FINISHED = range(9, 15)  # AWAIT_ABORT: it met a revoked post
+    STORE_WORDS, RELEASE_EPOCH, AWAIT_POSTS, READ_POSTS, READ_COUNTS, ACCESS, STORE_DONE, AWAIT_DONE = range(8)
+    AWAIT_ABORT, REVOKE, CLAIM, BROADCAST = range(8, 12)  # AWAIT_ABORT: it read a revoked post
+    LEFT, TOLD, FINISHED = range(12, 15)  # LEFT: by its abort word; TOLD: after its own claim
 
 
 STORES = {Phase.STORE_WORDS, Phase.RELEASE_EPOCH, Phase.STORE_DONE, Phase.REVOKE, Phase.BROADCAST}
 WAITS = {Phase.AWAIT_POSTS, Phase.AWAIT_DONE, Phase.AWAIT_ABORT}
+LOOKS = {Phase.ACCESS, *WAITS}  # at its abort word, as a new call does
 
 
 class Model:
@@ -112,9 +124,9 @@ class Model:
 
     def __init__(self, scenario: Scenario, rules: Rules) -> None:
         self.scenario, self.rules, self.calls, self.ranks = scenario, rules, scenario.calls, range(scenario.num_ranks)
-        self.everyone, byte = set(self.ranks), itertools.count()
+        self.everyone, self.modulus, byte = set(self.ranks), scenario.modulus, itertools.count()
         self.members = [[r for r in self.ranks if mask >> r & 1] for mask in range(1 << scenario.num_ranks)]
-        # Private: phase, index of the call, peers that this phase has yet to serve (a mask), abort record.
+        # Private: phase, index of the call, peers that this phase has yet to serve (a mask), abort record (1 + finder).
         self.phase, self.call, self.todo, self.record = ([next(byte) for _ in self.ranks] for _ in range(4))
         self.abort = [next(byte) for _ in self.ranks]
         self.done = [[next(byte) for _ in self.ranks] for _ in self.ranks]  # [owner][sender]
@@ -122,27 +134,25 @@ class Model:
         self.epoch, self.status, self.words = (
             [[[next(byte) for _ in self.ranks] for _ in range(2)] for _ in self.ranks] for _ in range(3))
         self.num_bytes = next(byte)
+        self.peers = [len(self.members) - 1 - (1 << r) for r in self.ranks]  # masks
         self.plans = [[self.plan(r, call) for call in self.calls] for r in self.ranks]
-        self.epochs = [(scenario.start + 1 + call) % scenario.modulus for call in range(len(self.calls))]
+        self.epochs = [(scenario.start + 1 + call) % self.modulus for call in range(len(self.calls))]
         self.slots = [epoch % 2 if rules.double_buffered else 0 for epoch in self.epochs]
 
     def heard(self, r: int, call: Call) -> set[int]:
         """The ranks whose posts `r` waits for and reads; itself (always there) when it would wait for none."""
         partners = {other for pair in call.rows if r in pair for other in pair} - {r}
-        return self.everyone - {r} if self.rules.wait_for_all else partners or {r}
+        return partners or {r} if call.moves and not self.rules.wait_for_all else self.everyone - {r}
 
     def plan(self, r: int, call: Call) -> list[tuple[Phase, int]]:
         """The phases of a call that ends well, each with the mask of the peers it concerns."""
-        is_count = call.operation is Operation.COUNT
-        peers, heard = self.mask_without(r), sum(1 << s for s in self.heard(r, call))
-        owners = sum(1 << owner for rank, owner in call.rows if rank == r and not is_count)
+        peers, heard = self.peers[r], sum(1 << s for s in self.heard(r, call))
+        owners = sum(1 << owner for rank, owner in call.rows if rank == r)
         post = [(Phase.STORE_WORDS, peers), (Phase.RELEASE_EPOCH, peers)][:: 1 if self.rules.epoch_last else -1]
-        rest = [(Phase.AWAIT_POSTS, heard), (Phase.READ_POSTS, heard), (Phase.READ_COUNTS, heard * is_count),
-                (Phase.CHECK, owners), (Phase.STORE_DONE, peers), (Phase.AWAIT_DONE, heard * self.rules.wait_done)]
-        return [(phase, mask) for phase, mask in post + rest if mask]
-
-    def mask_without(self, *ranks: int) -> int:
-        return sum(1 << r for r in self.everyone.difference(ranks))
+        read = [(Phase.AWAIT_POSTS, heard), (Phase.READ_POSTS, heard),
+                (Phase.READ_COUNTS, heard * (call.operation is Operation.COUNT))]
+        move = [(Phase.ACCESS, owners), (Phase.STORE_DONE, peers), (Phase.AWAIT_DONE, heard * self.rules.wait_done)]
+        return [(phase, mask) for phase, mask in post + read + move * call.moves if mask]
 
     def initial(self) -> bytes:
         state = bytearray(self.num_bytes)
@@ -152,62 +162,57 @@ class Model:
             self.enter(state, r, *self.plans[r][0][0])
         return bytes(state)
 
-    def steps(self, r: int, state: bytes) -> Iterator[tuple[str, bytes]]:
-        """Everything that rank `r` can do next, with the state after it."""
-        phase, call, todo = Phase(state[self.phase[r]]), state[self.call[r]], self.members[state[self.todo[r]]]
-        if state[self.abort[r]] and (phase in WAITS or phase is Phase.CHECK):
-            yield "leaves by its abort word", self.leave(bytearray(state), r, state[self.abort[r]])
-            todo = todo if phase in WAITS else []  # a spin looks at it now and then, a writer before every access
-        for peer in todo if phase in STORES | WAITS else todo[:1]:
-            new, action, slot = bytearray(state), f"{phase.name.lower()} {peer}", self.slots[call]
+    def steps(self, r: int, state: bytes) -> Iterator[tuple[str, int, bytes]]:
+        """Everything that rank `r` can do next, with the peer that it concerns and the state after it."""
+        phase, call, mask = Phase(state[self.phase[r]]), state[self.call[r]], state[self.todo[r]]
+        if state[self.abort[r]] and (phase in LOOKS or (phase is Phase.STORE_WORDS and mask == self.peers[r])):
+            yield "leaves by the abort word of", r, self.leave(bytearray(state), r)
+        if phase in WAITS:
+            words = self.done[r] if phase is Phase.AWAIT_DONE else self.epoch[r][self.slots[call]]
+            late = [peer for peer in self.members[mask] if phase is Phase.AWAIT_ABORT or (  # signed difference < 0
+                peer != r and (state[words[peer]] - self.epochs[call]) % self.modulus >= self.modulus // 2)]
+            if not late:
+                yield f"{phase.name} ends for", r, self.served(bytearray(state), r, mask)
+            elif r in self.scenario.deadlines:
+                yield "gives up on", late[0], self.enter(bytearray(state), r, Phase.REVOKE, self.peers[r])
+            return
+        for peer in self.members[mask] if phase in STORES else self.members[mask][:1]:
+            new, action, slot = bytearray(state), phase.name, self.slots[call]
             is_revoked = state[self.status[r][slot][peer]] == Status.REVOKED
             if phase in STORES:
                 self.store(new, phase, r, peer)
-                yield action, self.served(new, r, peer)
-            elif phase in WAITS:
-                if self.is_met(state, phase, r, peer):
-                    yield action, self.served(new, r, peer)
-                elif r in self.scenario.deadlines:
-                    new[self.record[r]] = 1 + peer + len(self.ranks) * (r + len(self.ranks) * call)
-                    yield f"gives up on {peer}", self.enter(new, r, Phase.REVOKE, self.mask_without(r))
-            elif phase is Phase.CLAIM and state[self.abort[peer]]:  # here `peer` is the arbiter
-                yield "comes too late with its claim", self.leave(new, r, state[self.abort[peer]])
-            elif phase is Phase.CLAIM:
-                new[self.abort[peer]] = state[self.record[r]]
-                others = self.mask_without(peer, r) * self.rules.broadcast
-                yield action, self.enter(new, r, Phase.BROADCAST if others else Phase.LEFT, others)
+                yield action, peer, self.served(new, r, 1 << peer)
+            elif phase is Phase.CLAIM:  # here `peer` is the arbiter
+                new[self.record[r]] = new[self.abort[peer]] = state[self.abort[peer]] or 1 + r
+                tells = self.rules.broadcast and (self.rules.rebroadcast or not state[self.abort[peer]])
+                others = (self.peers[r] & ~(1 << peer)) * tells
+                yield action, peer, self.enter(new, r, Phase.BROADCAST if others else Phase.TOLD, others)
             elif phase is Phase.ACCESS:
-                is_kept = state[self.phase[peer]] != Phase.LEFT or self.rules.keep_aborted_blocks
+                if is_revoked and self.rules.heed_revoked:
+                    yield "sees revoked", peer, self.enter(bytearray(state), r, Phase.AWAIT_ABORT, 1 << peer)
+                is_kept = state[self.phase[peer]] not in (Phase.LEFT, Phase.TOLD) or self.rules.keep_aborted_blocks
                 if not (is_kept and state[self.call[peer]] == call and state[self.phase[peer]] > Phase.STORE_WORDS):
                     raise Broken(Property.OUTSIDE_WINDOW, f"rank {r} accesses {peer}'s block of call {call + 1}")
-                new[self.phase[r]] = Phase.CHECK
-                yield action, self.served(new, r, peer)
-            elif phase is not Phase.READ_COUNTS and is_revoked:
-                yield f"sees the revoked post of {peer}", self.enter(new, r, Phase.AWAIT_ABORT, 1 << peer)
-            elif phase is Phase.CHECK:
-                yield action, self.enter(new, r, Phase.ACCESS, state[self.todo[r]])
+                yield action, peer, self.served(new, r, 1 << peer)
+            elif is_revoked and phase is Phase.READ_POSTS and self.rules.heed_revoked:
+                waits = self.rules.await_record
+                after = self.enter(new, r, Phase.AWAIT_ABORT, 1 << peer) if waits else self.leave(new, r)
+                yield "reads revoked", peer, after
             else:  # it reads
                 tag = state[self.words[r][slot][peer]]
                 if tag != call + 1 and peer != r:
                     raise Broken(Property.STALE, f"rank {r} in call {call + 1} reads {peer}'s words of call {tag}")
-                yield action, self.served(new, r, peer)
-
-    def is_met(self, state: bytes, phase: Phase, r: int, peer: int) -> bool:
-        """Whether `r` need not wait for `peer` any more; nothing but the abort word ends AWAIT_ABORT."""
-        call, modulus = state[self.call[r]], self.scenario.modulus
-        if phase is Phase.AWAIT_POSTS:
-            return peer == r or state[self.epoch[r][self.slots[call]][peer]] == self.epochs[call]
-        is_done = (state[self.done[r][peer]] - self.epochs[call]) % modulus < modulus // 2  # signed difference >= 0
-        return phase is Phase.AWAIT_DONE and (peer == r or is_done)
+                if is_revoked and peer == self.calls[call].failed:
+                    raise Broken(Property.VERDICTS_DIFFER, f"rank {r} in call {call + 1}: takes {peer} for ready")
+                yield action, peer, self.served(new, r, 1 << peer)
 
     def store(self, new: bytearray, phase: Phase, r: int, d: int) -> None:
         """Rank `r` stores what `phase` says in the memory of rank `d`."""
         call, slot = new[self.call[r]], self.slots[new[self.call[r]]]
         if phase in (Phase.STORE_WORDS, Phase.RELEASE_EPOCH):
             old = new[self.words[d][slot][r]] - 1
-            is_reading = new[self.call[d]] == old and new[self.phase[d]] <= Phase.READ_COUNTS
-            is_unread = (new[self.call[d]] < old or is_reading) and r in self.heard(d, self.calls[old])
-            if old not in (-1, call) and is_unread:
+            is_unread = (new[self.call[d]], new[self.phase[d]]) <= (old, Phase.READ_COUNTS)
+            if old not in (-1, call) and is_unread and r in self.heard(d, self.calls[old]):
                 raise Broken(Property.OVERWRITTEN, f"rank {r} posts call {call + 1} at {d}, which reads call {old + 1}")
         if phase is Phase.STORE_WORDS:
             new[self.words[d][slot][r]] = call + 1
@@ -216,83 +221,78 @@ class Model:
             new[self.epoch[d][slot][r]] = self.epochs[call]
         elif phase is Phase.STORE_DONE:
             new[self.done[d][r]] = self.epochs[call]
-        elif phase is Phase.REVOKE:
-            new[self.status[d][slot][r]] = Status.REVOKED
-        else:
+        elif phase is Phase.BROADCAST:
             new[self.abort[d]] = new[self.record[r]]
+        elif self.rules.revoke:
+            new[self.status[d][slot][r]] = Status.REVOKED
 
     def enter(self, new: bytearray, r: int, phase: Phase, todo: int = 0) -> bytes:
         """Rank `r` goes on to `phase` in `new`, the state being built."""
         new[self.phase[r]], new[self.todo[r]] = phase, todo
         return bytes(new)
 
-    def leave(self, new: bytearray, r: int, record: int) -> bytes:
-        new[self.record[r]] = record
+    def leave(self, new: bytearray, r: int) -> bytes:
+        new[self.record[r]] = new[self.abort[r]]
         return self.enter(new, r, Phase.LEFT)
 
-    def served(self, new: bytearray, r: int, peer: int) -> bytes:
-        """One peer less to serve in this phase; after the last one comes the next phase, or the next call."""
-        new[self.todo[r]] &= ~(1 << peer)
-        phase, call = new[self.phase[r]], new[self.call[r]]
+    def served(self, new: bytearray, r: int, peers: int) -> bytes:
+        """Fewer peers (a mask) to serve in this phase; after the last one comes the next phase, or the next call."""
+        new[self.todo[r]] &= ~peers
+        phase, index = new[self.phase[r]], new[self.call[r]]
         if new[self.todo[r]]:
             return bytes(new)
         if phase == Phase.REVOKE:
             return self.enter(new, r, Phase.CLAIM, 1 if self.rules.single_arbiter else 1 << r)
         if phase == Phase.BROADCAST:
-            return self.enter(new, r, Phase.LEFT)
-        plan = self.plans[r][call]
+            return self.enter(new, r, Phase.TOLD)
+        plan, call = self.plans[r][index], self.calls[index]
         following = plan[[planned for planned, _ in plan].index(Phase(phase)) + 1 :]
         if phase == Phase.READ_POSTS:
-            got = self.calls[call].verdict(self.heard(r, self.calls[call]) | {r})
-            expected = self.calls[call].verdict(self.everyone)
+            got, expected = call.verdict(self.heard(r, call) | {r}), call.verdict(self.everyone)
             if got != expected:
-                raise Broken(Property.VERDICTS_DIFFER, f"rank {r} in call {call + 1}: expected {expected}, got {got}")
+                raise Broken(Property.VERDICTS_DIFFER, f"rank {r} in call {index + 1}: expected {expected}, got {got}")
             following = following if got == "ok" else []
         if not following:
-            new[self.call[r]] = call = call + 1
-            following = self.plans[r][call] if call < len(self.calls) else [(Phase.FINISHED, 0)]
+            new[self.call[r]] = index + 1
+            following = self.plans[r][index + 1] if index + 1 < len(self.calls) else [(Phase.FINISHED, 0)]
         return self.enter(new, r, *following[0])
 
     def check(self, state: bytes, movers: set[int]) -> None:
         """What must hold in `state`, where the ranks `movers` have a next step."""
         phases = [state[self.phase[r]] for r in self.ranks]
+        has_told = Phase.TOLD in phases  # then everybody knows, whoever stops
         waiting = {r for r in self.ranks if phases[r] < Phase.LEFT} - movers
-        # A rank without a deadline counts on one that has a deadline, runs, and has not finished its last call.
-        rescuers = [d for d in self.scenario.deadlines if d not in movers and phases[d] != Phase.FINISHED]
-        if waiting and (not movers or (len(movers) == 1 and self.scenario.stops and rescuers)):
+        if waiting and (not movers or (has_told and len(movers) == 1 and self.scenario.stops)):
             raise Broken(Property.STUCK, f"ranks {sorted(waiting)} wait for ever once ranks {sorted(movers)} stop")
-        named = {state[self.record[r]] for r in self.ranks if phases[r] == Phase.LEFT}
-        if named and not movers:  # who had finished finds the record in its abort word, at its next call
-            named |= {state[self.abort[r]] for r in self.ranks if phases[r] == Phase.FINISHED}
-        if len(named) > 1:
-            raise Broken(Property.RECORDS_DIFFER, " / ".join(map(self.tell, sorted(named))))
-
-    def tell(self, record: int) -> str:
-        finder, culprit = divmod((record - 1) % len(self.ranks) ** 2, len(self.ranks))
-        return f"rank {finder} gave up on {culprit}" if record else "no record"
+        left = {state[self.record[r]] for r in self.ranks if phases[r] in (Phase.LEFT, Phase.TOLD)}
+        found = {state[self.abort[r]] for r in self.ranks if phases[r] == Phase.FINISHED}
+        records = [f"rank {record - 1}'s" if record else "none" for record in sorted(left | found - {0})]
+        if len(records) > 1:
+            raise Broken(Property.RECORDS_DIFFER, f"records: {', '.join(records)}")
+        if left and 0 in found and (has_told or not movers):
+            raise Broken(Property.NOT_TOLD, f"a rank that has finished does not find {records[0]} record")
 
 
 def explore(scenario: Scenario, rules: Rules = Rules()) -> tuple[int, set[tuple[Phase, ...]]]:
-    """Visit every reachable state, breadth first; raises Broken with the shortest run that breaks a property.
+    """Visit every reachable state, breadth first: (how many, every combination of phases in which the ranks may end).
 
-    Returns the number of states, and every combination of phases in which the ranks may end.
-    """
+    Raises Broken with the shortest run that breaks a property."""
     model = Model(scenario, rules)
     queue, endings = [model.initial()], set()
-    origins: dict[bytes, tuple[bytes, int, str] | None] = {queue[0]: None}  # the step that led to a state
+    origins: dict[bytes, tuple[bytes, int, str, int] | None] = {queue[0]: None}  # the step that led to a state
     for state in queue:  # it grows as it is walked
         try:
-            steps = [(r, action, new) for r in model.ranks for action, new in model.steps(r, state)]
-            model.check(state, {r for r, _, _ in steps})
+            steps = [(r, *step) for r in model.ranks for step in model.steps(r, state)]
+            model.check(state, {r for r, *_ in steps})
         except Broken as broken:
             while origin := origins[state]:
-                state, r, action = origin
-                call = state[model.call[r]]
-                broken.trace.insert(0, f"rank {r} in call {call + 1}, {model.calls[call].operation.name}: {action}")
+                state, r, action, peer = origin
+                name = model.calls[state[model.call[r]]].operation.name
+                broken.trace.insert(0, f"rank {r} in call {state[model.call[r]] + 1}, {name}: {action.lower()} {peer}")
             raise
-        for r, action, new in steps:
+        for r, action, peer, new in steps:
             if new not in origins:
-                origins[new] = (state, r, action)
+                origins[new] = (state, r, action, peer)
                 queue.append(new)
         if not steps:
             endings.add(tuple(Phase(state[model.phase[r]]) for r in model.ranks))

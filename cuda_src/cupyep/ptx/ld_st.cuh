@@ -211,14 +211,12 @@ __device__ __forceinline__ void st_global_v4(void* addr, uint4 v) {
 }
 
 // ld.shared.v4.u32 {x, y, z, w}, [addr];                                                                          sm_20
-__device__ __forceinline__ uint4 ld_shared_v4(const void* addr) {
+__device__ __forceinline__ uint4 ld_shared_v4(u32 addr) {
   uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(smem_addr(addr))
-               : "memory");
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
   return v;
 }
+__device__ __forceinline__ uint4 ld_shared_v4(const void* addr) { return ld_shared_v4(smem_addr(addr)); }
 
 // st.shared.v4.u32 [addr], {x, y, z, w};                                                                          sm_20
 __device__ __forceinline__ void st_shared_v4(void* addr, uint4 v) {

@@ -21,9 +21,10 @@ __device__ __forceinline__ void mbarrier_inval(u64* mbar) {
 }
 
 // mbarrier.arrive.shared::cta.b64 _, [addr];                                         (.release.cta by default)    sm_80
-__device__ __forceinline__ void mbarrier_arrive(u64* mbar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(mbar)) : "memory");
+__device__ __forceinline__ void mbarrier_arrive(u32 mbar_addr) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(mbar_addr) : "memory");
 }
+__device__ __forceinline__ void mbarrier_arrive(u64* mbar) { mbarrier_arrive(smem_addr(mbar)); }
 
 // mbarrier.test_wait.parity.shared::cta.b64 waitComplete, [addr], phaseParity;       (.acquire.cta by default)    sm_80
 // Never blocks. True when the phase of this parity has completed.
@@ -56,16 +57,19 @@ __device__ __forceinline__ void mbarrier_expect_tx(u64* mbar, u32 bytes) {
 
 // mbarrier.try_wait.parity.shared::cta.b64 waitComplete, [addr], phaseParity;        (.acquire.cta by default)    sm_90
 // One try: the hardware may suspend the thread for a while (its own limit), then answers. The caller loops.
-__device__ __forceinline__ bool mbarrier_try_wait_parity(const u64* mbar, u32 parity) {
+__device__ __forceinline__ bool mbarrier_try_wait_parity(u32 mbar_addr, u32 parity) {
   u32 done;
   asm volatile(
       "{\n\t.reg .pred p;\n\t"
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
       "selp.u32 %0, 1, 0, p;\n\t}"
       : "=r"(done)
-      : "r"(smem_addr(mbar)), "r"(parity)
+      : "r"(mbar_addr), "r"(parity)
       : "memory");
   return done != 0;
+}
+__device__ __forceinline__ bool mbarrier_try_wait_parity(const u64* mbar, u32 parity) {
+  return mbarrier_try_wait_parity(smem_addr(mbar), parity);
 }
 
 #endif  // __CUDA_ARCH__ >= 900

@@ -83,6 +83,12 @@ class Arena:
             runtime.deviceSynchronize()
         return block
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest block that could be had now."""
+        self.drain()
+        return self.heap.largest
+
     def drain(self) -> None:
         """Takes back the blocks that finalisers released; what used them is noted in `waiting`."""
         while self.released:

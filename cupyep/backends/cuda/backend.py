@@ -1,8 +1,9 @@
 """The verbs on the GPU: count, push and pull kernels on a stream of the Buffer's own.
 
-A dispatch launches COUNT and, back to back, PUSH into worst-case blocks; while rows are moving the host waits for the
-counts, cuts the exact views and gives the tails back. Where the arena cannot hold the worst case, or a shape is new,
-the counts are read first and PUSH follows with exact blocks.
+A dispatch launches COUNT and, back to back, PUSH into blocks for the worst case, or as large as the arena can give;
+while rows are moving the host waits for the counts, cuts the exact views and gives the tails back. If some rank's block
+turns out too small, COUNT tells all ranks and the PUSH behind it does nothing. When a shape is new, or the arena has to
+grow, the counts are read first and PUSH follows with exact blocks.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from cupyep.errors import ArenaExhaustedError
 from cupyep.layout import ControlLayout, RowLayout
 
 T = TypeVar("T")
+_ANY = 2**32 - 1  # capacity in COUNT of an arena that is yet to be sized
 _abandoned: list[Any] = []  # what kernels of a broken group may still touch; never freed
 
 
@@ -91,24 +93,32 @@ class CudaBackend(Backend):
                 routing = Routing(handle_id, num_experts, order, words, capacity)
                 self._launcher.push(shape, routing, x, topk_idx, topk_weights, offsets(blocks), sms)
 
-            most = size * self.capacity.max_tokens_per_rank
-            blocks: Any = self._blocks.try_allocate(rows.parts(most), current) if shape in self._prepared else None
-            early = isinstance(blocks, dict)
+            early, capacity, free = shape in self._prepared, _ANY, self._arena.largest
+            blocks: Any = None
+            if early:
+                capacity = min(size * self.capacity.max_tokens_per_rank, rows.fitting(free))
+                blocks = self._blocks.allocate(rows.parts(capacity), current)
             with self._launching(current):
-                self._launcher.count(shape, topk_idx, num_experts, self.capacity.max_tokens_per_rank, order, words)
+                routing = Routing(handle_id, num_experts, order, words, capacity)
+                self._launcher.count(shape, routing, topk_idx, self.capacity.max_tokens_per_rank, free)
                 counted_event = self._comm_stream.record()
                 if early:
-                    push(most, blocks)
+                    push(capacity, blocks)
             self._host_wait(counted_event)
-            counted = self._launcher.counted(num_experts // size)
+            counted = self._launcher.counted(shape, num_experts // size)
             num_recv = sum(counted.rows)
             if not early or counted.verdict == Verdict.GROW:
+                blocks = None  # of an arena that may be replaced now
                 self._ensure(shape, counted.most_tokens)
-                blocks = self._blocks.try_allocate(rows.parts(num_recv), current)
+                granted = self._blocks.try_allocate(rows.parts(num_recv), current)
                 with self._launching(current):
                     runtime.memsetAsync(words.data.ptr, 0, 4, self._comm_stream.stream.ptr)  # COUNT may have set skip
-                    push(num_recv, blocks)
-            arrays = received(self._granted(blocks), rows.parts(num_recv), shape, num_recv, topk_idx.dtype)
+                    push(num_recv, granted)
+                self._host_wait(self._comm_stream.record())  # a rank may have had no block: all ranks raise now
+                self._launcher.check()
+                assert isinstance(granted, dict)
+                blocks = granted
+            arrays = received(blocks, rows.parts(num_recv), shape, num_recv, topk_idx.dtype)
             event = self._finish(current)
             if counted.bad_id is not None:  # the operation goes on, so no peer suffers
                 raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {counted.bad_id}")
@@ -170,11 +180,11 @@ class CudaBackend(Backend):
             event = CudaEvent(cupy.cuda.get_current_stream().record(), self._launcher.check)
             return in_rank.sum(axis=0, dtype=np.int32), per_expert, in_rank, event
 
-    def barrier(self) -> None:
+    def barrier(self) -> CudaEvent:
         with self._operation() as current:
             with self._launching(current):
                 self._launcher.barrier()
-            self._finish(current)
+            return self._finish(current)
 
     # memory
 

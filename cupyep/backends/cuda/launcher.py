@@ -91,18 +91,34 @@ class Launcher:
         self._agree, self._barrier = Call(abi.BARRIER_PARAMS, normal), Call(abi.BARRIER_PARAMS, barrier)
         self._abort = Call(abi.ABORT_PARAMS, normal)
 
-    def count(self, shape: Shape, topk_idx: Any, num_experts: int, max_tokens: int, order: Any, routing: Any) -> None:
-        """Launches COUNT; its result is there once the stream has passed it."""
+    def count(self, shape: Shape, routing: Routing, topk_idx: Any, max_tokens: int, free: int) -> None:
+        """Launches COUNT; its result is there once the stream has passed it. `free`: bytes, for peers' messages."""
         self._part(COUNT, "record")["verdict"] = Verdict.DONE
         call = self._count
-        call.post(shape.signature, operation=Operation.COUNT, num_experts=num_experts, num_tokens=len(topk_idx))
-        call.set(topk_idx=topk_idx.data.ptr, order=order.data.ptr, routing=routing.data.ptr, max_tokens=max_tokens)
-        self._kernels.count.launch(1, call, self._stream, smem_bytes=4 * num_experts)
+        call.post(
+            shape.signature,
+            operation=Operation.COUNT,
+            num_experts=routing.num_experts,
+            num_tokens=len(topk_idx),
+            capacity=routing.capacity,
+            rows_offset=free,
+        )
+        call.set(
+            topk_idx=topk_idx.data.ptr,
+            order=routing.order.data.ptr,
+            routing=routing.words.data.ptr,
+            max_tokens=max_tokens,
+        )
+        self._kernels.count.launch(1, call, self._stream, smem_bytes=4 * routing.num_experts)
 
-    def counted(self, num_local_experts: int) -> Counted:
-        """After COUNT: what it found. Raises MismatchError, PeerError."""
+    def counted(self, shape: Shape, num_local_experts: int) -> Counted:
+        """After COUNT: what it found. Raises MismatchError, PeerError, ArenaExhaustedError, on all ranks alike."""
         record = self._part(COUNT, "record")
         verdict = Verdict(int(record["verdict"]))
+        if verdict == Verdict.FAILED:
+            rank = int(record["failed_rank"])
+            needed = sum(shape.rows.parts(int(record["failed_rows"])).values())
+            raise ArenaExhaustedError(needed, int(self._part(COUNT, "host_posts")[rank]["rows_offset"]), rank)
         if verdict not in (Verdict.DONE, Verdict.GROW):
             raise self._error(COUNT)
         return Counted(

@@ -103,8 +103,9 @@ class NumpyBackend(Backend):
             raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {route.bad_id}")
         return route.num_tokens_per_rank, route.num_tokens_per_expert, route.is_token_in_rank, CompletedEvent()
 
-    def barrier(self) -> None:
+    def barrier(self) -> CompletedEvent:
         self._operations.barrier()
+        return CompletedEvent()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype)
