@@ -32,29 +32,34 @@ __device__ __forceinline__ u32 in_register(u32 value) {
 }
 
 // Each CTA has kGroups independent groups: kConsumerWarps warps that add, one that loads, and a ring of kSlots slots.
-// A slot holds one row's chunk, so rows of one token may lie in any slots; they come in ascending rank.
-//   full[s]   one arrival (the loader's expect_tx) and the chunk's bytes    loader -> consumers   (H1)
+// A slot takes one row's chunk, so the rows of one token may lie in any slots; they come in ascending rank.
+//   full[s]   one arrival (the loader's) and the chunk's bytes              loader -> consumers   (H1)
+//   kind[s]   whether slot s holds a row, and whether it ends its unit      loader -> consumers, with full
 //   empty[s]  kConsumerWarps arrivals, each after its lanes' proxy fences   consumers -> loader   (H3)
+// Within a CTA nobody waits for a peer, so these waits need no deadline. After an abort the loader hands out slots
+// without rows, and everybody runs dry with the barriers in step and no load under way.
 class TmaGather {
  public:
-  __device__ TmaGather(u8* smem, u32 epoch) : epoch_(epoch), warp_(threadIdx.x / 32 % kGroupWarps) {
-    group_ = threadIdx.x / 32 / kGroupWarps;
+  __device__ explicit TmaGather(u8* smem) : warp_(threadIdx.x / 32 % kGroupWarps), group_(threadIdx.x / 32 / kGroupWarps) {
     u64* barriers = reinterpret_cast<u64*>(smem + cfg::kGroups * cfg::kSlots * cfg::kSlotBytes);
+    u32* kinds = reinterpret_cast<u32*>(barriers + cfg::kGroups * 2 * cfg::kSlots);
     full_ = barriers + group_ * 2 * cfg::kSlots;
-    empty_ = full_ + cfg::kSlots;
+    kind_ = kinds + group_ * cfg::kSlots;
     ring_ = smem + group_ * cfg::kSlots * cfg::kSlotBytes;
     if (group_ < cfg::kGroups && warp_ == 0 && threadIdx.x % 32 == 0) {
       for (u32 slot = 0; slot < cfg::kSlots; ++slot) {
         ptx::mbarrier_init(full_ + slot, 1);
-        ptx::mbarrier_init(empty_ + slot, cfg::kConsumerWarps);
+        ptx::mbarrier_init(full_ + cfg::kSlots + slot, cfg::kConsumerWarps);
       }
       ptx::fence_mbarrier_init_release_cluster();  // H6; the CTA barriers of wait_posts follow
     }
   }
 
   __device__ __forceinline__ void run(const PullParams& p, const Sources& from) {
-    if (warp_ == cfg::kConsumerWarps) load(p, from);
-    else add(p);
+    const u32 total = p.num_tokens * cfg::kNumChunks, first = index_of(0);
+    const u32 num_units = total > first ? (total - first - 1) / (gridDim.x * cfg::kGroups) + 1 : 0;
+    if (warp_ == cfg::kConsumerWarps) load(p, from, num_units);
+    else add(p, num_units);
   }
 
  private:
@@ -62,10 +67,13 @@ class TmaGather {
   static constexpr u32 kThreads = cfg::kConsumerWarps * 32;
   static constexpr int kPerVec = kElements<cfg::kDType, 16>;
   static constexpr bool kExact = cfg::kSlotBytes == cfg::kVecsPerThread * kThreads * 16 && cfg::kRowBytes % cfg::kSlotBytes == 0;
+  static constexpr u32 kRow = 1, kLast = 2;
+  static constexpr u32 kBatch = cfg::kNumRanks <= 32 ? 32 / cfg::kNumRanks : 1;  // units whose ranks fit into a warp
 
-  // The chunks of this group: index = token * kNumChunks + chunk.
-  __device__ __forceinline__ u32 first() const { return blockIdx.x * cfg::kGroups + group_; }
-  __device__ __forceinline__ u32 stride() const { return gridDim.x * cfg::kGroups; }
+  // A unit is a chunk of a token, index token * kNumChunks + chunk; this is the group's unit number `unit`.
+  __device__ __forceinline__ u32 index_of(u32 unit) const {
+    return (unit * gridDim.x + blockIdx.x) * cfg::kGroups + group_;
+  }
 
   __device__ __forceinline__ static u32 chunk_bytes(u32 offset) {
     if constexpr (cfg::kNumChunks == 1) return cfg::kRowBytes;
@@ -73,84 +81,85 @@ class TmaGather {
     return left < cfg::kChunkBytes ? left : cfg::kChunkBytes;
   }
 
-  // A whole warp waits for a phase. False, in all lanes: leave.
-  __device__ __forceinline__ bool wait(const PullParams& p, const u64* barrier, u32 phase) const {
-    Patience patience;
-    bool stay = true;
-    while (!ptx::mbarrier_try_wait_parity(barrier, phase) && stay) {
-      stay = !patience.exhausted(p.sync, cfg::kOperationPull, p.sync.rank, epoch_);
+  __device__ __forceinline__ static void wait(u32 barrier, u32 phase) {
+    while (!ptx::mbarrier_try_wait_parity(barrier, phase)) {
     }
-    return __all_sync(~0u, stay);
   }
 
-  __device__ __forceinline__ void load(const PullParams& p, const Sources& from) {
-    const u32 lane = threadIdx.x % 32, total = p.num_tokens * cfg::kNumChunks;
-    u32 slot = 0, phase = 1, issued = 0;  // phase of empty[]: the first lap waits for nobody
-    bool stop = false;
-    int next[kRankWords];  // the next token's places: read ahead, their latency would cost as much as a row
+  __device__ __forceinline__ void load(const PullParams& p, const Sources& from, u32 num_units) const {
+    const u32 lane = threadIdx.x % 32, mine = kBatch > 1 ? lane / cfg::kNumRanks : 0, rank = kBatch > 1 ? lane % cfg::kNumRanks : lane;
+    const u32 full = ptx::smem_addr(full_), empty = full + cfg::kSlots * 8;
+    u32 slot = 0, phase = 1;  // of empty: the first lap waits for nobody
+    bool leave = false;
+    // Places of a batch of units, a rank per lane (and per word, beyond 32 ranks), read a batch ahead.
+    int next[kRankWords];
 #pragma unroll
-    for (u32 word = 0; word < kRankWords; ++word) next[word] = order_at(p, first() / cfg::kNumChunks, word * 32 + lane);
-    for (u32 index = first(); index < total && !stop; index += stride()) {
-      const u32 offset = index % cfg::kNumChunks * cfg::kChunkBytes, bytes = chunk_bytes(offset);
+    for (u32 word = 0; word < kRankWords; ++word) next[word] = order_of(p, num_units, mine, rank + word * 32);
+    for (u32 unit = 0; unit < num_units; unit += kBatch) {
+      int order[kRankWords];
+      u32 goes[kRankWords];
 #pragma unroll
       for (u32 word = 0; word < kRankWords; ++word) {
-        const int order = stop ? -1 : next[word];
-        next[word] = order_at(p, (index + stride()) / cfg::kNumChunks, word * 32 + lane);
-        for (u32 left = __ballot_sync(~0u, order >= 0); left != 0; left &= left - 1) {
-          if (!wait(p, empty_ + slot, phase)) {
-            stop = true;
-            break;
-          }
-          if (lane == __ffs(left) - 1) {
-            // sync(row.load) H5: our posts' acquire and proxy fence were in wait_posts.
-            ptx::mbarrier_arrive_expect_tx(full_ + slot, bytes);
-            ptx::cp_async_bulk_g2s(ring_ + slot * cfg::kSlotBytes,
-                                   from.rows[word * 32 + lane] + static_cast<u64>(order) * cfg::kRowBytes + offset, bytes,
-                                   full_ + slot);
+        order[word] = next[word];
+        next[word] = order_of(p, num_units, unit + kBatch + mine, rank + word * 32);
+        goes[word] = __ballot_sync(~0u, order[word] >= 0 && !leave);
+      }
+      leave = __any_sync(~0u, aborted(p.sync));
+      for (u32 j = 0; j < kBatch && unit + j < num_units; ++j) {
+        const u32 offset = index_of(unit + j) % cfg::kNumChunks * cfg::kChunkBytes, bytes = chunk_bytes(offset);
+        u32 num_left = 0;
+        constexpr u32 kOnes = cfg::kNumRanks < 32 ? (1u << (cfg::kNumRanks % 32)) - 1 : ~0u;  // a unit's ranks
+#pragma unroll
+        for (u32 word = 0; word < kRankWords; ++word) num_left += __popc(goes[word] >> (j * cfg::kNumRanks) & kOnes);
+        if (num_left == 0) {
+          wait(empty + slot * 8, phase);
+          if (lane == 0) {
+            kind_[slot] = kLast;
+            ptx::mbarrier_arrive(full_ + slot);
           }
           __syncwarp();
-          ++issued;
           if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
+        }
+#pragma unroll
+        for (u32 word = 0; word < kRankWords; ++word) {
+          for (u32 left = goes[word] >> (j * cfg::kNumRanks) & kOnes; left != 0; left &= left - 1) {
+            // sync(slot.empty) ACQUIRE.cta: all consumers have read the slot (H3). Pairs with RELEASE in add.
+            wait(empty + slot * 8, phase);
+            --num_left;
+            if (lane == j * cfg::kNumRanks + __ffs(left) - 1) {
+              kind_[slot] = num_left == 0 ? kRow | kLast : kRow;
+              // sync(row.load) RELEASE.cluster: the copy's last act completes the bytes of full (H1). Read by: add.
+              // The peer's row may be read: acquire and proxy fence were in wait_posts (H5).
+              ptx::mbarrier_arrive_expect_tx(full_ + slot, bytes);
+              ptx::cp_async_bulk_g2s(ring_ + slot * cfg::kSlotBytes,
+                                     from.rows[rank + word * 32] + static_cast<u64>(order[word]) * cfg::kRowBytes + offset,
+                                     bytes, full_ + slot);
+            }
+            __syncwarp();
+            if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
+          }
         }
       }
     }
-    // Drain: after an abort nobody else waits for these, and they must not land in shared memory that is no longer ours.
-    for (u32 back = 0; back < cfg::kSlots && back < issued; ++back) {
-      const u32 use = issued - 1 - back;
-      while (!ptx::mbarrier_try_wait_parity(full_ + use % cfg::kSlots, use / cfg::kSlots & 1)) {
-      }
-    }
   }
 
-  // A thread's wait for a row. Once it has to leave it waits no more and adds what it finds: nobody will see the sums,
-  // and the warp stays together without a vote per row.
-  __device__ __forceinline__ void wait_or_leave(const PullParams& p, u32 barrier, u32 phase, bool& leaving) const {
-    Patience patience;
-    while (!ptx::mbarrier_try_wait_parity(barrier, phase) && !leaving) {
-      leaving = patience.exhausted(p.sync, cfg::kOperationPull, p.sync.rank, epoch_);
-    }
+  __device__ __forceinline__ int order_of(const PullParams& p, u32 num_units, u32 unit, u32 rank) const {
+    return unit < num_units ? order_at(p, index_of(unit) / cfg::kNumChunks, rank) : -1;
   }
 
-  __device__ __forceinline__ void add(const PullParams& p) {
-    const u32 lane = in_register(threadIdx.x % 32), thread = warp_ * 32 + lane, total = p.num_tokens * cfg::kNumChunks;
+  __device__ __forceinline__ void add(const PullParams& p, u32 num_units) const {
+    const u32 lane = in_register(threadIdx.x % 32), thread = warp_ * 32 + lane;
     const u32 full = in_register(ptx::smem_addr(full_)), vec = in_register(ptx::smem_addr(ring_) + thread * 16);
     u32 slot = 0, phase = 0;
-    bool leaving = false;
-    int next[kRankWords];  // as in load
-#pragma unroll
-    for (u32 word = 0; word < kRankWords; ++word) next[word] = order_at(p, first() / cfg::kNumChunks, word * 32 + lane);
-    for (u32 index = first(); index < total; index += stride()) {
-      const u32 token = index / cfg::kNumChunks, offset = index % cfg::kNumChunks * cfg::kChunkBytes;
+    for (u32 unit = 0; unit < num_units; ++unit) {
+      const u32 token = index_of(unit) / cfg::kNumChunks, offset = index_of(unit) % cfg::kNumChunks * cfg::kChunkBytes;
       const u32 num_vecs = chunk_bytes(offset) / 16;
-      u32 num_rows = 0;
-#pragma unroll
-      for (u32 word = 0; word < kRankWords; ++word) {
-        num_rows += __popc(__ballot_sync(~0u, next[word] >= 0));
-        next[word] = order_at(p, (index + stride()) / cfg::kNumChunks, word * 32 + lane);
-      }
       float sums[cfg::kVecsPerThread][kPerVec] = {};
-      for (u32 row = 0; row < num_rows; ++row) {
-        wait_or_leave(p, full + slot * 8, phase, leaving);  // H1
+      u32 kind;
+      do {
+        // sync(row.load) ACQUIRE.cta: every lane observes the phase (H1). Pairs with RELEASE in load.
+        wait(full + slot * 8, phase);
+        kind = kind_[slot];
         VecOf<16> vecs[cfg::kVecsPerThread];
 #pragma unroll
         for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
@@ -159,16 +168,18 @@ class TmaGather {
             vecs[j] = {words.x, words.y, words.z, words.w};
           }
         }
-        // sync(slot.empty) H3: all lanes have read the slot; each fences, then one arrives. Pairs with empty in load.
+        // sync(slot.empty) RELEASE.cta: all lanes have read it; each fences, then one arrives (H3). Read by: load.
         ptx::fence_proxy_async_shared_cta();
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(full + (cfg::kSlots + slot) * 8);
         if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
+        if (kind & kRow) {
 #pragma unroll
-        for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
-          if (kExact || thread + j * kThreads < num_vecs) accumulate<cfg::kDType>(sums[j], vecs[j]);
+          for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
+            if (kExact || thread + j * kThreads < num_vecs) accumulate<cfg::kDType>(sums[j], vecs[j]);
+          }
         }
-      }
+      } while (!(kind & kLast));
       u8* out = reinterpret_cast<u8*>(p.out) + static_cast<u64>(token) * cfg::kRowBytes + offset;
 #pragma unroll
       for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
@@ -179,16 +190,17 @@ class TmaGather {
     }
   }
 
-  u32 epoch_, warp_, group_;
+  u32 warp_, group_;
   u8* ring_;
-  u64 *full_, *empty_;
+  u64* full_;  // [kSlots], and empty behind them
+  u32* kind_;
 };
 #endif
 
 // One token per warp at a time; each lane adds its vectors of kVecBytes, kBatch at once, straight from the peers.
 class VectorGather {
  public:
-  __device__ VectorGather(u8*, u32) {}
+  __device__ explicit VectorGather(u8*) {}
 
   __device__ __forceinline__ void run(const PullParams& p, const Sources& from) {
     constexpr u32 kBatch = 4, kNumVecs = cfg::kRowBytes / cfg::kVecBytes;

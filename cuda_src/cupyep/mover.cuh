@@ -51,18 +51,20 @@ class TmaMover {
     __syncwarp();
   }
 
-  // Until unit i is in its slot (H1: every lane observes the phase). A load from our own memory always lands.
+  // Until unit i is in its slot. A load from our own memory always lands.
+  // sync(chunk.load) ACQUIRE.cta: every lane observes the phase (H1). Pairs with RELEASE in load.
   __device__ __forceinline__ void wait(u32) {
     while (!ptx::mbarrier_try_wait_parity(full_ + stage_, phase_)) {
     }
   }
 
-  // Each lane: its destination's place for the row, or null.
+  // Each lane: its destination's place for the row, or null. That block is writable since wait_posts (H7).
   __device__ __forceinline__ void store(u8* row, const Unit& unit) {
     if (row != nullptr) ptx::cp_async_bulk_s2g(row + unit.offset, ring_ + stage_ * cfg::kSlotBytes, unit.bytes);
   }
 
-  // Closes unit i's stores and refills the slot of unit i - 1, which every lane's stores have read by then.
+  // Closes unit i's stores and refills the slot of unit i - 1, which every lane's stores have read by then. No fence:
+  // the slot passes from bulk load to bulk store and back, and no thread touches it.
   __device__ __forceinline__ void next(u32 i) {
     ptx::cp_async_bulk_commit_group();
     if (i > 0) {
@@ -90,6 +92,7 @@ class TmaMover {
   __device__ __forceinline__ void load(u32 i) {
     const Unit unit = walk_.unit(i);
     const u32 stage = i % cfg::kStages;
+    // sync(chunk.load) RELEASE.cluster: the copy's last act is to complete the bytes of full (H1). Read by: wait.
     ptx::mbarrier_arrive_expect_tx(full_ + stage, unit.bytes);
     ptx::cp_async_bulk_g2s(ring_ + stage * cfg::kSlotBytes, x_ + static_cast<u64>(unit.token) * cfg::kRowBytes + unit.offset,
                            unit.bytes, full_ + stage);

@@ -156,8 +156,15 @@ __device__ inline u32 wait_posts(const Sync& sync, u32 operation, u32 epoch) {
     const u32* first = reinterpret_cast<const u32*>(posts);
     const u32* words = reinterpret_cast<const u32*>(posts + peer);
     for (u32 word = 0; word < kSignatureWords; ++word) mismatch |= words[word] != first[word];
-    failed |= posts[peer].status == cfg::kStatusFailed;
-    revoked |= posts[peer].status == cfg::kStatusRevoked;
+    const u32 status = ptx::ld_relaxed_sys(&posts[peer].status);  // the one word that its sender may change later
+    failed |= status == cfg::kStatusFailed;
+    if (status == cfg::kStatusRevoked) {
+      // The record follows at once. We leave with it, and our last CTA must see that we have left.
+      Patience patience;
+      while (!aborted(sync) && !patience.exhausted(sync, operation, peer, epoch)) {
+      }
+      revoked = true;
+    }
   }
   if (__syncthreads_or(revoked)) return cfg::kVerdictAborted;
   if (__syncthreads_or(mismatch)) return cfg::kVerdictMismatch;
@@ -167,7 +174,8 @@ __device__ inline u32 wait_posts(const Sync& sync, u32 operation, u32 epoch) {
 // Every CTA, all threads, after their last access to peers' memory: true in all threads of the last CTA to come.
 __device__ inline bool arrive_last(const Sync& sync) {
   __shared__ bool last;
-  // sync(arrive) H9: every thread's stores and completed bulk copies, the barrier, then acquire and release by one.
+  // sync(arrive) ACQ_REL.gpu: every thread's stores and completed bulk copies, the barrier, then both sides in one
+  // instruction of one thread (H9). The last CTA has acquired what all have released.
   __syncthreads();
   if (threadIdx.x == 0) {
     last = ptx::atom_acq_rel_gpu_add(&channel_state(sync)->arrived, 1u) == gridDim.x - 1;

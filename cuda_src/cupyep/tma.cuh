@@ -44,7 +44,7 @@ __device__ __forceinline__ bool elect_one_sync() { return ptx::elect_sync(); }
 // One thread; `count` arrivals complete a phase. Follow with fence_barrier_init and a CTA barrier.
 __device__ __forceinline__ void mbarrier_init(u64* mbar, u32 count) { ptx::mbarrier_init(mbar, count); }
 
-// The initialising thread, after its last mbarrier_init: makes the barriers visible to the copy engine.
+// The initialising thread, after its last mbarrier_init: makes the barriers visible to the copy engine (H6).
 __device__ __forceinline__ void fence_barrier_init() { ptx::fence_mbarrier_init_release_cluster(); }
 
 // One arrival; releases what the thread wrote to the threads that wait for the phase.
@@ -55,7 +55,8 @@ __device__ __forceinline__ void mbarrier_arrive_and_expect_tx(u64* mbar, u32 byt
   ptx::mbarrier_arrive_expect_tx(mbar, bytes);
 }
 
-// One try: true when the phase of parity `phase` has completed. May suspend the thread for a moment.
+// One try: true when the phase of parity `phase` has completed, and then its loads may be read (H1). May suspend the
+// thread for a moment.
 __device__ __forceinline__ bool mbarrier_try_wait(const u64* mbar, u32 phase) {
   return ptx::mbarrier_try_wait_parity(mbar, phase);
 }
@@ -74,8 +75,8 @@ __device__ __forceinline__ void tma_load_1d(void* dst_smem, const void* src_gmem
   ptx::cp_async_bulk_g2s(dst_smem, src_gmem, bytes, mbar);
 }
 
-// Every thread that wrote shared memory which a store will read, or read shared memory which a load will overwrite;
-// then a barrier; then one thread issues the copy.
+// Every thread that wrote shared memory which a store will read (H2), or read shared memory which a load will overwrite
+// (H3); then a barrier; then one thread issues the copy.
 __device__ __forceinline__ void tma_store_fence() { ptx::fence_proxy_async_shared_cta(); }
 
 // Shared to global memory (also a peer's). Joins the thread's open group; commit it.
@@ -86,7 +87,7 @@ __device__ __forceinline__ void tma_store_1d(void* dst_gmem, const void* src_sme
 // Closes the thread's open group of stores.
 __device__ __forceinline__ void tma_store_commit() { ptx::cp_async_bulk_commit_group(); }
 
-// Until at most N of the thread's groups are unfinished: all older stores are written.
+// Until at most N of the thread's groups are unfinished: all older stores are written, and a peer may be told (H4).
 template <int N>
 __device__ __forceinline__ void tma_store_wait() {
   ptx::cp_async_bulk_wait_group<N>();

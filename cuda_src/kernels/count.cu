@@ -121,6 +121,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   if (threadIdx.x == 0) most_tokens = 0, failed_rank = cfg::kNumRanks, failed_rows = 0;
   __syncthreads();
   if (verdict == cfg::kVerdictDone) {
+    // What the peers published with their posts; the acquire was in wait_posts (H8).
     const u32* counts = reinterpret_cast<const u32*>(channel(p.sync, p.sync.rank) + cfg::kCountsOffset) +
                         (epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;
     u32* host_rows = reinterpret_cast<u32*>(record + cfg::kHostRowsOffset);

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(cfg::kPullThreads, 1) pull(const __
   extern __shared__ __align__(128) u8 smem[];
   __shared__ Sources from;
   const u32 epoch = begin(p.sync, cfg::kOperationPull);
-  Gather gather(smem, epoch);
+  Gather gather(smem);
   if (blockIdx.x == 0) post(p.sync, p.post, epoch);
   u32 verdict = wait_posts(p.sync, cfg::kOperationPull, epoch);
   for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {

@@ -54,7 +54,8 @@ __device__ __forceinline__ bool within(const PushParams& p, const Destinations& 
   return false;
 }
 
-// Ids and weights of one token to the ranks of one group, of which `row` is this lane's; lane k carries column k.
+// Ids and weights of one token to the ranks of one group, of which `row` is this lane's; lane k carries column k. They
+// are plain stores: done tells of them (H8).
 __device__ __forceinline__ void push_side_rows(const PushParams& p, const Destinations& to, const Token& token, int row,
                                                u32 group, u32 lane) {
   const u32 num_topk = p.post.num_topk;

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # compile_helpers
 
 MARKS = {
     "gpu": "needs a GPU that CuPy can use",
-    "no_mps": "kills a process with GPU work outstanding, which leaves other clients of MPS undefined: needs it to be off",
+    "no_mps": "kills a process with GPU work outstanding, which leaves other clients of MPS undefined: MPS must be off",
 }
 
 

@@ -1,7 +1,7 @@
 """What the GPU tests share: tokens that say who they are, a kernel that takes its time, ranks in other processes.
 
-The oracle of tests/reference.py is right but slow. Here every row is made by arithmetic from its token's number, so that
-what must come back is made the same way, on the GPU, and compared there without stopping the stream.
+The oracle of tests/reference.py is right but slow. Here every row is made by arithmetic from its token's number; what
+must come back is made the same way, on the GPU, and compared there without stopping the stream.
 """
 
 from __future__ import annotations

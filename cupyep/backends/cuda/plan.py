@@ -68,23 +68,23 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
 
 
 def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan:
-    """PULL: groups of consumer warps with four vectors per thread, each with a loader and a ring of row slots.
+    """PULL: groups of consumer warps, each with a loader and a ring of row slots.
 
-    Seven warps of four 16-byte vectors take a row of 14,336 bytes; longer rows are split by columns. Small rows leave
-    room for more groups, which hide the latency of more rows.
+    Adding is bound by the SM's issue slots, so threads take many vectors (seven: four warps take a row of 14,336 bytes)
+    and there are as many groups as registers allow. Longer rows are split by columns.
     """
     row_bytes = shape.rows.row_bytes
     num_chunks = math.ceil(row_bytes / 14336)
     chunk_bytes = row_bytes if num_chunks == 1 else layout.align(math.ceil(row_bytes / num_chunks))
     slot_bytes = layout.align(chunk_bytes)
     num_vecs = math.ceil(chunk_bytes / 16)
-    vecs_per_thread = min(4, math.ceil(num_vecs / 32))
-    consumer_warps = math.ceil(num_vecs / (32 * vecs_per_thread))
-    groups = max(1, min(8, 16 // (consumer_warps + 1)))
+    consumer_warps = math.ceil(num_vecs / (32 * 7))
+    vecs_per_thread = math.ceil(num_vecs / (32 * consumer_warps))
+    groups = max(1, min(8, 15 // (consumer_warps + 1)))
     available = smem_limit - _STATIC_BYTES - 16 * num_ranks
-    slots = min(16, available // groups // (slot_bytes + 16))
+    slots = min(16, available // groups // (slot_bytes + 20))
     num_threads = (groups * (consumer_warps + 1) + 1) * 32
-    smem = groups * slots * (slot_bytes + 16)
+    smem = groups * slots * (slot_bytes + 20)
     if mover == "vector":
         num_chunks, chunk_bytes, num_threads, smem = 1, row_bytes, 17 * 32, 0
     constants = {

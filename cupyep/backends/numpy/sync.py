@@ -96,6 +96,8 @@ class Channel:
             self._wait(self._words[own][parity, peer], _EPOCH_WORD, peer)
         fence()  # H5: the epoch words before what they publish
         posts = self._posts[own][parity].copy()
+        for peer in np.flatnonzero(posts["status"] == Status.REVOKED):  # it may have been FAILED before
+            self._await_record(int(peer))
         if mismatch := signature_mismatch(posts):
             self.end()
             raise mismatch
@@ -105,7 +107,11 @@ class Channel:
         """Raises unless `peer`'s block may still be written or read (H7): no abort, and its post not revoked."""
         self.check_abort()
         if self._posts[self._comm.rank][self.epoch & 1, peer]["status"] == Status.REVOKED:
-            self._wait(self._abort[self._comm.rank], 0, peer, reached=lambda seen: False)  # the record follows at once
+            self._await_record(peer)
+
+    def _await_record(self, peer: int) -> None:
+        """Raises the error of the abort record, which follows a revoked post at once."""
+        self._wait(self._abort[self._comm.rank], 0, peer, reached=lambda seen: False)
 
     def finish(self) -> None:
         """Tells every rank that our part is complete, and waits until all are."""
@@ -147,7 +153,7 @@ class Channel:
         Rank 0's abort word is the one arbiter: the first record to get there wins, and every rank ends up with it.
         """
         for posts in self._posts:  # whoever has not yet touched our block must not
-            posts[:, self._comm.rank]["status"] = Status.REVOKED
+            posts["status"][self.epoch & 1, self._comm.rank] = Status.REVOKED
         fence()
         with self._arena.exclusive():
             if not self._abort[0][0]:
