@@ -65,8 +65,8 @@ def topk_weights(array: Any, shape: tuple[int, ...]) -> None:
 
 
 def num_experts(value: Any, num_ranks: int) -> int:
-    """A multiple of the number of ranks, at most 1,024 experts per rank."""
-    value = integer("num_experts", value, 1)
+    """A multiple of the number of ranks, at most 16,384 in all and 1,024 per rank."""
+    value = integer("num_experts", value, 1, abi.MAX_EXPERTS)
     if value % num_ranks:
         raise ValueError(f"num_experts: expected a multiple of the {num_ranks} ranks, got {value}")
     integer("num_experts / num_ranks", value // num_ranks, 1, abi.MAX_LOCAL_EXPERTS)

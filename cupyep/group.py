@@ -89,7 +89,7 @@ class Group:
                     Shape(abi.Operation.PUSH, hidden, dtype, RowLayout(row_bytes, num_topk, idx_bytes, weights)), most
                 )
                 backend.prepare(
-                    Shape(abi.Operation.PULL, hidden, dtype, RowLayout(row_bytes, num_topk * weights, 0, weights)), most
+                    Shape(abi.Operation.PULL, hidden, dtype, RowLayout(row_bytes, num_topk, 0, weights)), most
                 )
 
     def barrier(self) -> Any:

@@ -110,8 +110,8 @@ class Backend(ABC):
         """(combined_x, combined_topk_weights, event). Collective."""
 
     @abstractmethod
-    def layout(self, topk_idx: Any, num_experts: int) -> tuple:
-        """(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, event). Local."""
+    def layout(self, topk_idx: Any, num_experts: int, *, strict: bool) -> tuple:
+        """(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, event). Local. `strict`: bad ids raise."""
 
     @abstractmethod
     def barrier(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import mpi4py
@@ -11,7 +12,7 @@ from mpi4py import MPI
 from cupyep.comm.base import Communicator
 from cupyep.errors import PeerTimeoutError
 
-_MAX_TAG = 32767  # the tag bound that every MPI library has to offer
+_NUM_TAGS = 32767  # what every MPI library has to offer
 
 
 class MpiCommunicator(Communicator):
@@ -27,14 +28,20 @@ class MpiCommunicator(Communicator):
         self.rank, self.size = comm.rank, comm.size
         self._step = 0
         self._sends: list[MPI.Request] = []
+        self._tags: Sequence[int]
+        # Idup cannot tell who does not come. So all say hello first, on the caller's communicator, with the largest tag
+        # that MPI has: only a receive of any tag that is outstanding now could take it.
+        self._comm, self._tags = comm, (int(comm.Get_attr(MPI.TAG_UB) or _NUM_TAGS),)
+        self.allgather(None, operation="Buffer", timeout_s=timeout_s)
         self._comm, request = comm.Idup()
+        self._tags = range(_NUM_TAGS)
         start = time.monotonic()
         while not request.Test():
             self._pause(start, timeout_s, "Buffer", (self.rank + 1) % self.size)
 
     def allgather(self, value: Any, *, operation: str, timeout_s: float | None) -> list[Any]:
         """Collective: every rank's `value`, pickled, in rank order."""
-        tag = self._step % _MAX_TAG
+        tag = self._tags[self._step % len(self._tags)]
         self._step += 1
         self._sends = [send for send in self._sends if not send.Test()]
         self._sends += [self._comm.isend(value, peer, tag) for peer in range(self.size) if peer != self.rank]

@@ -69,9 +69,7 @@ class Traffic:
         return np.arange(self.num_tokens) + (self.seed * self.num_ranks + rank) * self.num_tokens + 1
 
     def topk_idx(self, rank: int) -> np.ndarray:
-        rng = np.random.default_rng((self.seed, rank))
-        ids = rng.random((self.num_tokens, self.num_experts)).argsort(axis=1)[:, : self.num_topk]
-        return np.where(rng.random(ids.shape) < self.missing, -1, ids)
+        return _topk_idx(self, rank)
 
     def weights(self, rank: int) -> np.ndarray:
         """float32, exact, never 0."""
@@ -105,6 +103,15 @@ class Traffic:
         """What combine must give if the experts multiply rows by `factor`, and leave the weights: x and weights."""
         x = rows(self.numbers(rank), self.goes(rank).sum(axis=1) * factor, self.hidden, self.dtype)
         return x, cupy.asarray(np.where(self.topk_idx(rank) >= 0, self.weights(rank), np.float32(0)))
+
+
+@functools.lru_cache(maxsize=32)
+def _topk_idx(traffic: Traffic, rank: int) -> np.ndarray:
+    rng = np.random.default_rng((traffic.seed, rank))
+    ids = rng.random((traffic.num_tokens, traffic.num_experts)).argsort(axis=1)[:, : traffic.num_topk]
+    ids[rng.random(ids.shape) < traffic.missing] = -1
+    ids.flags.writeable = False
+    return ids
 
 
 def rows(numbers: np.ndarray, factors: np.ndarray, hidden: int, dtype: str) -> Any:
@@ -162,14 +169,33 @@ def check_alone(comm: Any, *traffics: Traffic) -> None:
         for traffic in traffics:
             result = check(buffer, traffic)
             buffer.dispatch(traffic.inputs(buffer.rank)[0], handle=result.handle).event.synchronize()
-            buffer.barrier()
+            buffer.barrier().synchronize()
 
 
-def outcome(call: Callable[[], Any]) -> tuple[Exception | None, float]:
-    """(what `call` raised or None, seconds until then)."""
+def verbs(buffer: cupyep.Buffer, traffic: Traffic) -> dict[str, Callable[[], Any]]:
+    """The collective calls by name, each of which returns its event; all have been used once."""
+    inputs, handle = traffic.inputs(buffer.rank), check(buffer, traffic).handle
+    y = traffic.received(buffer.rank)[0]
+    calls = {
+        "dispatch": lambda: buffer.dispatch(*inputs, num_experts=traffic.num_experts).event,
+        "combine": lambda: buffer.combine(y, handle).event,
+        "barrier": buffer.barrier,
+    }
+    for call in calls.values():
+        call().synchronize()
+    return calls
+
+
+def settled(call: Callable[[], Any]) -> tuple[Exception | None, float]:
+    """As outcome, of one of `verbs` and of all that comes of it: the host waits for its end."""
+    return outcome(lambda: call().synchronize())
+
+
+def outcome(call: Callable[..., Any], *args: Any) -> tuple[Exception | None, float]:
+    """(what `call(*args)` raised or None, seconds until then)."""
     start = time.monotonic()
     try:
-        call()
+        call(*args)
     except Exception as error:
         return error.with_traceback(None), time.monotonic() - start  # its frames would keep arrays alive
     return None, time.monotonic() - start
@@ -204,14 +230,19 @@ def fill(buffer: cupyep.Buffer) -> list[Any]:
     return kept
 
 
-def threads(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
-    """`function(comm, *args)` in threads of one new process, which ends when the time is over."""
+def child(function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> Any:
+    """`function(*args)` in a new process, which is ended when the time is over."""
     connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # streams that share one wait for each other
-    return launch.mpi(1, _in_threads, num_ranks, function, args, timeout_s=timeout_s, env=connections)[0]
+    return launch.mpi(1, _without_comm, function, args, timeout_s=timeout_s, env=connections)[0]
 
 
-def _in_threads(_: Any, num_ranks: int, function: Callable[..., Any], args: tuple) -> list[Any]:
-    return launch.threads(num_ranks, function, *args)
+def _without_comm(_: Any, function: Callable[..., Any], args: tuple) -> Any:
+    return function(*args)
+
+
+def threads(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
+    """`function(comm, *args)` in threads of one new process."""
+    return child(launch.threads, num_ranks, function, *args, timeout_s=timeout_s)
 
 
 def mpi(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60, **options: Any) -> list[Any]:

@@ -15,6 +15,7 @@ from gpu_helpers import (
     busy,
     check,
     check_alone,
+    child,
     cupy,
     differ,
     fill,
@@ -45,7 +46,7 @@ def cycles(comm, count):
         pass  # frees the arena that the last result has kept
 
 
-def lost_by_threads(_, num_ranks):
+def lost_by_threads(num_ranks):
     launch.threads(num_ranks, cycles, 5)
     before = free_bytes()
     launch.threads(num_ranks, cycles, 100)
@@ -54,8 +55,7 @@ def lost_by_threads(_, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_hundred_buffers_of_threads_leave_nothing(num_ranks):
-    lost, = launch.mpi(1, lost_by_threads, num_ranks, timeout_s=90)
-    assert lost < SLACK
+    assert child(lost_by_threads, num_ranks, timeout_s=90) < SLACK
 
 
 def lost_by_processes(comm):

@@ -71,8 +71,11 @@ class CudaBackend(Backend):
 
     def asarray(self, name: str, value: Any) -> cupy.ndarray:
         with cupy.cuda.Device(self._device):
-            foreign = not isinstance(value, (cupy.ndarray, np.ndarray)) and hasattr(value, "__dlpack__")
-            return cupy.from_dlpack(value) if foreign else cupy.asarray(value)
+            if not isinstance(value, (cupy.ndarray, np.ndarray)) and hasattr(value, "__dlpack__"):
+                return cupy.from_dlpack(value)
+            if not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
+                raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
+            return cupy.asarray(value)
 
     def asnumpy(self, value: Any) -> np.ndarray:
         return cupy.asnumpy(value)
@@ -153,7 +156,7 @@ class CudaBackend(Backend):
 
     def combine(self, x: Any, handle: CudaHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
         sms, with_weights = self._sms(num_sms), topk_weights is not None
-        rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk if with_weights else 0, 0, with_weights)
+        rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk, 0, with_weights)
         shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
         with self._operation() as current:
             self._agree(shape, handle, current)
@@ -167,12 +170,12 @@ class CudaBackend(Backend):
             del staged
         return out, out_weights, event
 
-    def layout(self, topk_idx: Any, num_experts: int) -> tuple:
+    def layout(self, topk_idx: Any, num_experts: int, *, strict: bool) -> tuple:
         with cupy.cuda.Device(self._device):
             size, num_local = self._comm.size, num_experts // self._comm.size
-            listed = topk_idx >= 0
             bad = (topk_idx < -1) | (topk_idx >= num_experts)
-            if bool(bad.any()):
+            listed = (topk_idx >= 0) & ~bad
+            if strict and bool(bad.any()):
                 raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {int(topk_idx[bad][0])}")
             owners = cupy.where(listed, topk_idx // num_local, -1)
             in_rank = (owners[:, :, None] == cupy.arange(size)).any(axis=1)

@@ -47,7 +47,10 @@ class NumpyBackend(Backend):
             raise TypeError(f"{name}: expected a CPU array on the numpy backend, got {type(value).__name__} on a GPU")
         if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
             return np.from_dlpack(value)
-        return np.asarray(value)
+        array = np.asarray(value)
+        if array.dtype.kind in "OSU":
+            raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
+        return array
 
     def asnumpy(self, value: Any) -> np.ndarray:
         return np.asarray(value)
@@ -87,7 +90,7 @@ class NumpyBackend(Backend):
 
     def combine(self, x: Any, handle: NumpyHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
         with_weights = topk_weights is not None
-        rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk if with_weights else 0, 0, with_weights)
+        rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk, 0, with_weights)
         shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
         self._agree(shape, handle)
         return *self._operations.pull(shape, x, topk_weights, handle), CompletedEvent()
@@ -97,9 +100,9 @@ class NumpyBackend(Backend):
             self._operations.agree(shape, handle)
             self._ensure(shape)
 
-    def layout(self, topk_idx: Any, num_experts: int) -> tuple:
+    def layout(self, topk_idx: Any, num_experts: int, *, strict: bool) -> tuple:
         route = routing.route(topk_idx, num_experts, self._comm.size)
-        if route.bad_id is not None:
+        if strict and route.bad_id is not None:
             raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {route.bad_id}")
         return route.num_tokens_per_rank, route.num_tokens_per_expert, route.is_token_in_rank, CompletedEvent()
 

@@ -96,8 +96,8 @@ class Channel:
             self._wait(self._words[own][parity, peer], _EPOCH_WORD, peer)
         fence()  # H5: the epoch words before what they publish
         posts = self._posts[own][parity].copy()
-        for peer in np.flatnonzero(posts["status"] == Status.REVOKED):  # it may have been FAILED before
-            self._await_record(int(peer))
+        for revoked in np.flatnonzero(posts["status"] == Status.REVOKED):  # it may have been FAILED before
+            self._await_record(int(revoked))
         if mismatch := signature_mismatch(posts):
             self.end()
             raise mismatch
