@@ -6,6 +6,7 @@ with cupyep.Buffer(comm) as buffer:
     combined_x, _, event = buffer.combine(y, handle)
 """
 
+from cupyep.backends.cuda.warmup import compile_at_import
 from cupyep.buffer import Buffer
 from cupyep.comm import LocalComm
 from cupyep.errors import (
@@ -40,3 +41,5 @@ __all__ = [
     "TopologyError",
     "run_local",
 ]
+
+compile_at_import()

@@ -6,7 +6,9 @@ Needs NVRTC and no GPU. The plans (warps, ring, chunks) are checked for all row 
 from __future__ import annotations
 
 import functools
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -101,8 +103,10 @@ BUILDS = (
 
 @pytest.fixture(scope="module")
 def built() -> None:
-    """Compiles everything, several at a time, into the kernel cache."""
+    """Compiles everything into the kernel cache, and disassembles it, several at a time."""
     jit.warm_up({build.request: None for build in BUILDS})
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda build: build.sass, BUILDS))
 
 
 pytestmark = [needs_nvrtc, pytest.mark.usefixtures("built")]

@@ -1,0 +1,55 @@
+"""Importing cupyep compiles, and neither initialises CUDA nor takes long. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+NO_CUDA_YET = """
+import os, cupyep, cupy
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"    # CUDA reads it when it is initialised: had it been, it would see the GPU
+try:
+    print(cupy.cuda.runtime.getDeviceCount())
+except cupy.cuda.runtime.CUDARuntimeError:
+    print(0)
+"""
+
+CREATION = """
+import time, cupy, cupyep
+cupy.zeros(1)
+cupyep.Buffer(backend="cuda").close()
+start = time.perf_counter()
+with cupyep.Buffer(backend="cuda"):
+    print(time.perf_counter() - start)
+"""
+
+
+def run(code: str, cache: str) -> str:
+    environment = os.environ | {"CUPYEP_CACHE_DIR": cache}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+
+
+def test_import_compiles_without_initialising_cuda(tmp_path):
+    assert run(NO_CUDA_YET, str(tmp_path)).strip() == "0"
+    assert list(tmp_path.glob("count-*.cubin")) and list(tmp_path.glob("barrier-*.cubin"))
+
+
+def test_warm_import_and_warm_creation_take_less_than_a_second_each(tmp_path):
+    run("import cupyep", str(tmp_path))
+    bare = timed("import numpy, ml_dtypes, cupy", str(tmp_path))
+    assert timed("import cupyep", str(tmp_path)) - bare < 1
+    assert float(run(CREATION, str(tmp_path))) < 1
+
+
+def timed(code: str, cache: str) -> float:
+    start = time.perf_counter()
+    run(code, cache)
+    return time.perf_counter() - start
