@@ -14,7 +14,7 @@ from cupy.cuda import runtime
 from cupyep import env
 from cupyep.backends.freelist import FreeList
 from cupyep.comm import Communicator
-from cupyep.errors import TopologyError
+from cupyep.errors import ArenaExhaustedError, TopologyError
 from cupyep.layout import align
 
 _retired: list[tuple[int, int, Any]] = []  # (device, address, blocks) of closed arenas whose arrays are still alive
@@ -51,7 +51,10 @@ class Arena:
         self.waiting: list[list[Any]] = []  # streams of released blocks, for whoever reuses them
 
     def _create(self, initial: np.ndarray) -> tuple[int, int, bytes]:
-        self.address = runtime.malloc(self.num_bytes)
+        try:
+            self.address = runtime.malloc(self.num_bytes)
+        except runtime.CUDARuntimeError as error:
+            raise ArenaExhaustedError(self.num_bytes, runtime.memGetInfo()[0], self._comm.rank) from error
         runtime.memcpy(self.address, initial.ctypes.data, initial.nbytes, runtime.memcpyHostToDevice)
         runtime.deviceSynchronize()
         return self._device, self.address, b"" if self._comm.in_process else runtime.ipcGetMemHandle(self.address)

@@ -8,7 +8,6 @@ grow, the counts are read first and PUSH follows with exact blocks.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from cupyep import checks
 from cupyep.abi import AbortKind, Operation, Verdict
 from cupyep.backends.base import Backend, Capacity, Shape
 from cupyep.backends.cuda import devices
-from cupyep.backends.cuda.arena import Arena
+from cupyep.backends.cuda.arena import Arena, Block
 from cupyep.backends.cuda.blocks import Blocks, offsets, received
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher, Routing
@@ -45,11 +44,15 @@ class CudaBackend(Backend):
     def __init__(self, comm: Communicator, config: BufferConfig, device: int | None, num_sms: int | None) -> None:
         super().__init__(comm, config)
         self._device, self._max_num_sms = devices.choose(comm, device, num_sms, config.timeout_s)
-        self._handle_ids = itertools.count(1)
-        with cupy.cuda.Device(self._device):
-            self._comm_stream, self._abort_stream = CommStream(), cupy.cuda.Stream(non_blocking=True)
-            self._kernels: Kernels = self._together("load kernels", lambda: devices.load(self._device, comm.size))
-            self._resize(self.capacity)
+        self._handle_id = 1  # of the next dispatch; equal on all ranks
+        try:
+            with cupy.cuda.Device(self._device):
+                self._comm_stream, self._abort_stream = CommStream(), cupy.cuda.Stream(non_blocking=True)
+                self._kernels: Kernels = self._together("load kernels", lambda: devices.load(self._device, comm.size))
+                self._resize(self.capacity)
+        except BaseException:
+            devices.release(self._device, comm, self._max_num_sms)
+            raise
 
     def _together(self, step: str, action: Callable[[], T]) -> T:
         """Collective: our own result of `action`, which must have succeeded on every rank."""
@@ -58,13 +61,14 @@ class CudaBackend(Backend):
         return result[0]
 
     def _resize(self, capacity: Capacity) -> None:
-        if old := getattr(self, "_arena", None):
-            self._comm_stream.stream.synchronize()
-            old.close(collective=True)
+        old = getattr(self, "_arena", None)
         initial, timeout_s = ControlLayout(self._comm.size).initial(), self._config.timeout_s
         self._arena = Arena(self._comm, self._device, initial, capacity.heap_bytes, timeout_s)
         self._blocks = Blocks(self._arena, self._comm_stream)
         self._launcher = Launcher(self._arena, self._kernels, self._comm, timeout_s, self._comm_stream.stream)
+        if old is not None:
+            self._comm_stream.stream.synchronize()
+            old.close(collective=True)
 
     def _load(self, shape: Shape) -> None:
         self._together("load kernels", lambda: self._kernels.load(shape))
@@ -85,7 +89,7 @@ class CudaBackend(Backend):
     def dispatch(
         self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
     ) -> tuple:
-        sms, handle_id, size = self._sms(num_sms), next(self._handle_ids), self._comm.size
+        sms, handle_id, size = self._sms(num_sms), self._handle_id, self._comm.size
         rows = RowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1], topk_idx.itemsize, topk_weights is not None)
         shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
         with self._operation() as current:
@@ -97,10 +101,10 @@ class CudaBackend(Backend):
                 self._launcher.push(shape, routing, x, topk_idx, topk_weights, offsets(blocks), sms)
 
             early, capacity, free = shape in self._prepared, _ANY, self._arena.largest
-            blocks: Any = None
+            blocks: dict[str, Block] = {}
             if early:
                 capacity = min(size * self.capacity.max_tokens_per_rank, rows.fitting(free))
-                blocks = self._blocks.allocate(rows.parts(capacity), current)
+                blocks = self._blocks.allocate(rows.parts(capacity), current) if capacity else {}
             with self._launching(current):
                 routing = Routing(handle_id, num_experts, order, words, capacity)
                 self._launcher.count(shape, routing, topk_idx, self.capacity.max_tokens_per_rank, free)
@@ -109,9 +113,9 @@ class CudaBackend(Backend):
                     push(capacity, blocks)
             self._host_wait(counted_event)
             counted = self._launcher.counted(shape, num_experts // size)
-            num_recv = sum(counted.rows)
+            num_recv, self._handle_id = sum(counted.rows), handle_id + 1
             if not early or counted.verdict == Verdict.GROW:
-                blocks = None  # of an arena that may be replaced now
+                blocks = {}  # of an arena that may be replaced now
                 self._ensure(shape, counted.most_tokens)
                 granted = self._blocks.try_allocate(rows.parts(num_recv), current)
                 with self._launching(current):

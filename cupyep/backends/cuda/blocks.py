@@ -86,8 +86,11 @@ def received(blocks: dict[str, Block], sizes: dict[str, int], shape: Shape, num_
     }
     arrays: list[Any] = []
     for name, (num_columns, dtype) in columns.items():
-        block = blocks.get(name)
-        if block is not None:
-            block.trim(sizes[name])
-        arrays.append(None if block is None else block.array((num_rows, num_columns), dtype))
+        if name not in sizes:
+            arrays.append(None)
+        elif name not in blocks:  # the arena had no room, but no row came either
+            arrays.append(cupy.empty((0, num_columns), dtype))
+        else:
+            blocks[name].trim(sizes[name])
+            arrays.append(blocks[name].array((num_rows, num_columns), dtype))
     return tuple(arrays)

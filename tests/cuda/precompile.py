@@ -1,0 +1,43 @@
+"""Compiles what the test suite will need, on all cores at once: `python tests/cuda/precompile.py`.
+
+Each case has kernels of its own, and compiled one after the other they take longer than all the tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cases import CASES, DTYPES
+
+from cupyep import abi
+from cupyep.backends.base import Shape
+from cupyep.backends.cuda import jit, plan, warmup
+from cupyep.layout import RowLayout
+
+
+def requests(architecture: str) -> set[jit.Request]:
+    """Count, barrier, push and pull of every case, with both movers."""
+    found = set()
+    for case in CASES:
+        num_ranks, dtype = case.num_ranks, DTYPES[case.dtype]
+        found |= {jit.Request(name, architecture, plan.prelude(num_ranks)) for name in ("count", "barrier")}
+        for name, make, operation in (
+            ("push", plan.push_plan, abi.Operation.PUSH),
+            ("pull", plan.pull_plan, abi.Operation.PULL),
+        ):
+            shape = Shape(operation, case.hidden, dtype, RowLayout(case.hidden * dtype.itemsize))
+            capability = int(architecture.removeprefix("sm_"))
+            for mover in {plan.mover_of(shape.rows.row_bytes, "auto", capability), "vector"}:
+                constants = make(shape, num_ranks, mover, 227 * 1024).constants
+                found.add(jit.Request(name, architecture, plan.prelude(num_ranks, constants)))
+    return found
+
+
+if __name__ == "__main__":
+    wanted = set().union(*map(requests, warmup.gpu_architectures()))
+    with ProcessPoolExecutor() as pool:
+        print(f"{len(list(pool.map(jit.build, wanted)))} kernels in the cache")
