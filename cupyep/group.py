@@ -14,7 +14,7 @@ from cupyep import abi, backends, checks
 from cupyep.backends.base import Shape
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
-from cupyep.errors import CupyepError, PeerError, StateError
+from cupyep.errors import CupyepError, MismatchError, PeerError, StateError
 from cupyep.layout import RowLayout
 
 Self = TypeVar("Self", bound="Group")
@@ -38,7 +38,6 @@ class Group:
         timeout_s: float | None = 120,
     ) -> None:
         self._backend: Any = None  # for __del__, should a check fail
-        self._error: CupyepError | None = None
         config = BufferConfig(num_nvl_bytes, num_rdma_bytes, low_latency_mode, max_tokens_per_rank, backend, timeout_s)
         group = connect(comm, timeout_s)
         self.rank, self.size = group.rank, group.size
@@ -136,13 +135,15 @@ class Group:
         if backend is None:
             return
         pending: CupyepError | None = None
-        if self._error is None:
+        if backend.broken is None:
             try:
                 backend.check()
-            except CupyepError as error:
+            except PeerError as error:
+                pending = backend.broken = error
+            except CupyepError as error:  # of an operation that all ranks left alike
                 pending = error
         try:
-            backend.close(collective=not isinstance(pending or self._error, (PeerError, StateError)))
+            backend.close(collective=backend.broken is None)
         finally:
             if pending is not None:
                 raise pending
@@ -153,10 +154,16 @@ class Group:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._backend is not None and self._error is None:
-            # This rank's program failed: the peers must not wait for it until their deadline.
-            self._error = error if isinstance(error, CupyepError) else StateError(f"the program raised {error!r}")
-            self._backend.abort()
+        backend = self._backend
+        if (
+            error is not None
+            and backend is not None
+            and backend.broken is None
+            and not isinstance(error, MismatchError)
+        ):
+            # This rank's program failed: the peers must not wait for it until their deadline. (All raise a mismatch.)
+            backend.broken = error if isinstance(error, CupyepError) else StateError(f"the program raised {error!r}")
+            backend.abort()
         self.close()
 
     def __del__(self) -> None:
@@ -164,7 +171,7 @@ class Group:
             warnings.warn(f"Buffer of rank {self.rank} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
-        state = "closed" if self._backend is None else "broken" if self._error else "open"
+        state = "closed" if self._backend is None else "broken" if self._backend.broken else "open"
         return f"<cupyep.Buffer rank {self.rank} of {self.size}, {getattr(self, 'backend', '?')}, {state}>"
 
     # helpers
@@ -172,8 +179,8 @@ class Group:
     def _ready(self, verb: str) -> Any:
         if self._backend is None:
             raise StateError(f"{verb}: this Buffer is closed")
-        if self._error is not None:
-            raise StateError(f"{verb}: this Buffer is broken by an earlier error: {self._error}") from self._error
+        if error := self._backend.broken:
+            raise StateError(f"{verb}: this Buffer is broken by an earlier error: {error}") from error
         return self._backend
 
     @contextmanager
@@ -182,7 +189,7 @@ class Group:
         try:
             yield
         except PeerError as error:
-            self._error = error
+            self._backend.broken = error
             raise
 
     def _check_num_tokens(self, backend: Any, num_tokens: int) -> None:

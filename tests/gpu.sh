@@ -28,7 +28,7 @@ finish() {
   stop_mps
   rm -rf "$work"
   echo "gpu.sh: $passed passed, $failed failed, $skipped skipped"
-  exit $((failed > 0))
+  exit $((failed > 0 || passed == 0))
 }
 trap finish EXIT
 trap 'fail interrupted; exit' INT TERM
@@ -49,7 +49,7 @@ run() {
   fi
   echo "--- pytest $*"
   timeout --signal=INT --kill-after=15 "$limit" "$python" -m pytest -p no:cacheprovider --backend=cuda --timeout=120 \
-    -ra --junitxml="$xml" "$@"
+    -ra --durations=5 --junitxml="$xml" "$@"
   status=$?
   read -r -a more < <("$python" - "$xml" << 'PY'
 import sys
@@ -114,6 +114,9 @@ nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv
 if ! "$python" -c 'import cupy; print("CuPy", cupy.__version__, "GPUs:", cupy.cuda.runtime.getDeviceCount())'; then
   fail "CuPy finds no GPU"
   exit
+fi
+if [[ $mode != --sanitizer ]]; then
+  timeout 90 "$python" tests/cuda/precompile.py || echo "gpu.sh: kernels will be compiled as they come"
 fi
 case $mode in
   "")

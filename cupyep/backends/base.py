@@ -11,6 +11,7 @@ from typing import Any
 from cupyep import abi, checks
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
+from cupyep.errors import CupyepError
 from cupyep.layout import RowLayout, align
 
 BLOCKS_PER_ARENA = 3  # worst-case blocks: a dispatch output, a combine input, and one more result kept by the caller
@@ -54,6 +55,7 @@ class Backend(ABC):
         self._comm, self._config = comm, config
         self.capacity = Capacity(config.max_tokens_per_rank or 0, config.num_nvl_bytes)
         self._prepared: set[Shape] = set()
+        self.broken: CupyepError | None = None  # what has ended this group for good, as far as it was raised
 
     @property
     def agreed_max_tokens(self) -> int | None:

@@ -20,7 +20,10 @@ from multirank import launch
 
 import cupyep
 
-cupy = pytest.importorskip("cupy")
+try:
+    import cupy
+except ImportError as error:
+    pytest.skip(f"no CuPy: {error}", allow_module_level=True)
 
 TIMEOUT_S = 20.0  # of Buffers whose ranks all come
 CULPRIT = 1  # the rank that misbehaves

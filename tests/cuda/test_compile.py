@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -101,66 +102,6 @@ BUILDS = (
 )
 
 
-@pytest.fixture(scope="module")
-def built() -> None:
-    """Compiles everything into the kernel cache, and disassembles it, several at a time."""
-    jit.warm_up({build.request: None for build in BUILDS})
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(lambda build: build.sass, BUILDS))
-
-
-pytestmark = [needs_nvrtc, pytest.mark.usefixtures("built")]
-
-
-@pytest.mark.parametrize("build", BUILDS, ids=str)
-def test_registers_and_spills(build):
-    """No kernel spills, and each can be launched with its threads: registers come in eights per thread."""
-    for name, usage in jit.resource_usage(build.request).items():
-        assert usage.spill_bytes == 0, name
-        assert -(-usage.num_registers // 8) * 8 * build.plan.num_threads <= NUM_REGISTERS, name
-
-
-@pytest.mark.parametrize("build", BUILDS, ids=str)
-def test_shared_memory(build):
-    """What the kernel declares itself and what its plan asks for are, together, what one CTA may have."""
-    log = jit.build(build.request).with_suffix(".log").read_text()
-    declared = max((int(number) for number in re.findall(r"(\d+) bytes smem", log)), default=0)
-    assert declared > 0 or build.kernel == "barrier"
-    assert declared + build.plan.smem_bytes <= build.target.smem_limit
-
-
-@pytest.mark.parametrize("build", BUILDS, ids=str)
-def test_no_local_memory_and_no_incoherent_loads(build):
-    """A peer may write what a kernel reads, so no load may go through the cache that takes memory for constant."""
-    for name, code in build.sass.items():
-        assert not re.findall(r"\b(?:LDL|STL)\b.*", code), name
-        assert not re.findall(INCOHERENT, code), name
-
-
-INCOHERENT = r"\bLDG\S*\.CONSTANT\S*"
-
-
-@pytest.mark.parametrize("arch", sorted({target.arch for target in TARGETS}))
-def test_an_incoherent_load_would_be_found(arch):
-    source = 'extern "C" __global__ void f(const int* __restrict__ from, int* __restrict__ to) { *to = *from; }'
-    assert re.findall(INCOHERENT, sass(jit.compile_source("f.cu", source, arch)[0])["f"])
-
-
-@pytest.mark.parametrize("build", [build for build in BUILDS if build.row], ids=str)
-def test_bulk_copies(build):
-    """One instruction per place in the source: a loop that were unrolled over lanes or ranks would show many more.
-
-    push loads in two places (the ring's start, its refill) and stores once per 32 ranks; pull loads once per 32 ranks.
-    """
-    code = build.sass[build.kernel]
-    loads, stores = (len(re.findall(rf"\bUBLKCP\.{way}\b", code)) for way in (r"S\.G", r"G\.S"))
-    groups = -(-build.num_ranks // 32)
-    expected = {"push": (2, groups), "pull": (groups, 0)}[build.kernel] if build.is_tma else (0, 0)
-    assert (loads, stores) == expected
-    assert ("SYNCS" in code) == build.is_tma
-    assert build.is_tma == (build.target.mover == "auto" and build.plan.constants["kRowBytes"] % 16 == 0)
-
-
 row_sizes = st.sampled_from([BF16, np.dtype("f2"), np.dtype("f4")]).flatmap(
     lambda dtype: st.tuples(st.integers(1, 60_000 // dtype.itemsize), st.just(dtype)))
 targets = st.sampled_from([*TARGETS, SMALL_SM, Target("sm_90", "auto", 163 * KB)])
@@ -210,3 +151,74 @@ def check_chunks(chosen: plan.Plan, row_bytes: int, target: Target) -> None:
         assert c["kSlotBytes"] >= c["kChunkBytes"] and c["kSlotBytes"] % 128 == 0
     else:
         assert (c["kNumChunks"], chosen.smem_bytes) == (1, 0)
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """Compiles everything into the kernel cache, and disassembles it, several at a time."""
+    jit.warm_up({build.request: None for build in BUILDS})
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda build: build.sass, BUILDS))
+
+
+def of_builds(builds: Iterable[Build]) -> Callable:
+    """Makes a test of one `build` a test of each, all compiled beforehand."""
+
+    def decorate(test: Callable) -> Callable:
+        each = pytest.mark.parametrize("build", list(builds), ids=str)
+        return needs_nvrtc(pytest.mark.usefixtures("built")(each(test)))
+
+    return decorate
+
+
+@of_builds(BUILDS)
+def test_registers_and_spills(build):
+    """No kernel spills, and each can be launched with its threads: registers come in eights per thread."""
+    usages = jit.resource_usage(build.request)
+    assert build.kernel in usages
+    for name, usage in usages.items():
+        assert usage.spill_bytes == 0, name
+        assert -(-usage.num_registers // 8) * 8 * build.plan.num_threads <= NUM_REGISTERS, name
+
+
+@of_builds(BUILDS)
+def test_shared_memory(build):
+    """What the kernel declares itself and what its plan asks for are, together, what one CTA may have."""
+    log = jit.build(build.request).with_suffix(".log").read_text()
+    declared = max((int(number) for number in re.findall(r"(\d+) bytes smem", log)), default=0)
+    assert declared > 0 or build.kernel == "barrier"
+    assert declared + build.plan.smem_bytes <= build.target.smem_limit
+
+
+@of_builds(BUILDS)
+def test_no_local_memory_and_no_incoherent_loads(build):
+    """A peer may write what a kernel reads, so no load may go through the cache that takes memory for constant."""
+    assert build.kernel in build.sass
+    for name, code in build.sass.items():
+        assert not re.findall(r"\b(?:LDL|STL)\b.*", code), name
+        assert not re.findall(INCOHERENT, code), name
+
+
+INCOHERENT = r"\bLDG\S*\.CONSTANT\S*"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", sorted({target.arch for target in TARGETS}))
+def test_an_incoherent_load_would_be_found(arch):
+    source = 'extern "C" __global__ void f(const int* __restrict__ from, int* __restrict__ to) { *to = *from; }'
+    assert re.findall(INCOHERENT, sass(jit.compile_source("f.cu", source, arch)[0])["f"])
+
+
+@of_builds(build for build in BUILDS if build.row)
+def test_bulk_copies(build):
+    """One instruction per place in the source: a loop that were unrolled over lanes or ranks would show many more.
+
+    push loads in two places (the ring's start, its refill) and stores once per 32 ranks; pull loads once per 32 ranks.
+    """
+    code = build.sass[build.kernel]
+    loads, stores = (len(re.findall(rf"\bUBLKCP\.{way}\b", code)) for way in (r"S\.G", r"G\.S"))
+    groups = -(-build.num_ranks // 32)
+    expected = {"push": (2, groups), "pull": (groups, 0)}[build.kernel] if build.is_tma else (0, 0)
+    assert (loads, stores) == expected
+    assert ("SYNCS" in code) == build.is_tma
+    assert build.is_tma == (build.target.mover == "auto" and build.plan.constants["kRowBytes"] % 16 == 0)

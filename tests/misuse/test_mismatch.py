@@ -19,7 +19,7 @@ def caught(call):
     """(the error of cupyep that `call` raises or None, seconds until then)."""
     start = time.monotonic()
     try:
-        call()
+        checks.complete(call())
     except cupyep.CupyepError as error:
         return error, time.monotonic() - start
     return None, time.monotonic() - start

@@ -17,7 +17,7 @@ from cupyep import errors
 
 CASE = Case(num_ranks=3, hidden=16, tokens=6, num_local_experts=4, seed=901)
 CULPRIT = 1
-TIMEOUT_S = 1.0
+TIMEOUTS_S = {"numpy": 2.0, "cuda": 4.0}  # room for a busy machine; a GPU takes its time to start
 SLACK_S = 1.0  # on top of the deadline, for a busy machine
 
 
@@ -25,7 +25,7 @@ def outcome(call):
     """(what `call` raised or None, seconds until then)."""
     start = time.monotonic()
     try:
-        call()
+        checks.complete(call())
     except Exception as error:
         return error, time.monotonic() - start
     return None, time.monotonic() - start
@@ -45,10 +45,10 @@ def verbs(buffer, rank, backend):
 
 def stall(comm, backend, verb):
     """The culprit comes to `verb` long after the deadline. Returns its outcome, a later call's, and close()'s."""
-    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S)
+    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUTS_S[backend])
     calls = verbs(buffer, comm.rank, backend)
     if comm.rank == CULPRIT:
-        time.sleep(TIMEOUT_S + SLACK_S)
+        time.sleep(TIMEOUTS_S[backend] + SLACK_S)
     return outcome(calls[verb]), outcome(calls["dispatch"]), outcome(buffer.close)
 
 
@@ -63,8 +63,8 @@ def test_a_rank_that_stalls(run_ranks, backend, verb):
         if rank == CULPRIT:  # the others left long ago
             assert seconds < SLACK_S
         else:
-            assert 0.9 * TIMEOUT_S <= seconds <= TIMEOUT_S + SLACK_S
-            assert 0.9 * TIMEOUT_S <= error.waited_s <= TIMEOUT_S + SLACK_S
+            assert 0.9 * TIMEOUTS_S[backend] <= seconds <= TIMEOUTS_S[backend] + SLACK_S
+            assert 0.9 * TIMEOUTS_S[backend] <= error.waited_s <= TIMEOUTS_S[backend] + SLACK_S
         assert isinstance(later, cupyep.StateError) and later_s < SLACK_S, f"rank {rank}: {later!r}"
         assert closing is None and close_s < SLACK_S, f"rank {rank}: {closing!r}"
     assert len(told) == 1  # all name the same culprit in the same operation
@@ -73,18 +73,18 @@ def test_a_rank_that_stalls(run_ranks, backend, verb):
 def stall_host_step(comm, backend, step):
     """As above, in a collective of the host: creation or close()."""
     if step == "close":
-        buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S)
+        buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUTS_S[backend])
     if comm.rank == CULPRIT:
-        time.sleep(TIMEOUT_S + SLACK_S)
+        time.sleep(TIMEOUTS_S[backend] + SLACK_S)
     if step == "close":
         return outcome(buffer.close)
-    return outcome(lambda: cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S))
+    return outcome(lambda: cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUTS_S[backend]))
 
 
 @pytest.mark.parametrize("step", ["creation", "close"])
 def test_a_rank_that_stalls_in_a_host_step(run_ranks, backend, step):
     for rank, (error, seconds) in enumerate(run_ranks(3, stall_host_step, backend, step)):
-        assert seconds <= TIMEOUT_S + SLACK_S
+        assert seconds <= TIMEOUTS_S[backend] + SLACK_S
         if rank != CULPRIT:
             assert isinstance(error, cupyep.PeerTimeoutError) and error.peer == CULPRIT, f"rank {rank}: {error!r}"
             assert error.rank == rank
@@ -106,7 +106,7 @@ def raise_and_catch(comm, backend):
 
 def test_a_rank_that_raises(run_ranks, backend):
     for rank, (error, seconds) in enumerate(run_ranks(3, raise_and_catch, backend)):
-        assert seconds < 5
+        assert seconds < 8
         if rank == CULPRIT:
             assert type(error) is KeyError  # its own error, not one of the buffer's
         else:
@@ -134,26 +134,26 @@ def test_run_local_raises_the_cause_and_releases_the_others(backend):
     seen, start = [], time.monotonic()
     with pytest.raises(KeyError, match="the program's own error"):
         launch.threads(3, raise_bare, backend, seen)
-    assert sorted(seen) == [(0, CULPRIT), (2, CULPRIT)] and time.monotonic() - start < 5
+    assert sorted(seen) == [(0, CULPRIT), (2, CULPRIT)] and time.monotonic() - start < 8
 
 
 def leave_early(comm, backend):
     """The culprit closes its Buffer, or does something else, while the others dispatch."""
-    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S)
+    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUTS_S[backend])
     calls = verbs(buffer, comm.rank, backend)
     return outcome(calls["close" if comm.rank == CULPRIT else "dispatch"]), outcome(buffer.close)
 
 
 def test_a_rank_that_closes_early(run_ranks, backend):
     for rank, ((error, seconds), (closing, close_s)) in enumerate(run_ranks(3, leave_early, backend)):
-        assert seconds <= TIMEOUT_S + SLACK_S and closing is None and close_s < SLACK_S
+        assert seconds <= TIMEOUTS_S[backend] + SLACK_S and closing is None and close_s < SLACK_S
         assert isinstance(error, cupyep.PeerError), f"rank {rank}: {error!r}"
         if rank != CULPRIT:
             assert (error.operation, error.peer) == ("dispatch", CULPRIT)
 
 
 def other_channel(comm, backend):
-    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S)
+    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUTS_S[backend])
     calls = verbs(buffer, comm.rank, backend)
     return outcome(calls["barrier" if comm.rank == CULPRIT else "combine"]), outcome(buffer.close)
 
@@ -162,7 +162,7 @@ def test_a_rank_that_waits_in_a_barrier_instead(run_ranks, backend):
     results = run_ranks(3, other_channel, backend)
     assert len({(error.operation, error.rank, error.peer) for (error, _), _ in results}) == 1
     for (error, seconds), (closing, _) in results:
-        assert type(error) is cupyep.PeerTimeoutError and closing is None and seconds <= TIMEOUT_S + SLACK_S
+        assert type(error) is cupyep.PeerTimeoutError and closing is None and seconds <= TIMEOUTS_S[backend] + SLACK_S
 
 
 def wrong_first(comm, backend):
@@ -184,8 +184,8 @@ def die(comm, backend, when):
     if when == "before-creation" and comm.rank == CULPRIT:
         os._exit(7)
     if when == "before-creation":
-        return outcome(lambda: cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S))
-    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S)
+        return outcome(lambda: cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUTS_S[backend]))
+    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUTS_S[backend])
     if comm.rank == CULPRIT:
         if when == "before-a-call":
             os._exit(7)
@@ -207,7 +207,7 @@ def test_a_process_that_dies(backend, when):
     for rank in (0, 2):
         error, seconds = results[rank]
         assert isinstance(error, cupyep.PeerTimeoutError), f"rank {rank}: {error!r}"
-        assert error.peer == CULPRIT and seconds <= TIMEOUT_S + SLACK_S
+        assert error.peer == CULPRIT and seconds <= TIMEOUTS_S[backend] + SLACK_S
 
 
 def test_the_rest_of_an_mpi_job_does_not_outlive_an_error(backend):

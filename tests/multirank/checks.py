@@ -55,6 +55,14 @@ def place(array: np.ndarray, memory: str, backend: str) -> Any:
     return array
 
 
+def complete(result: Any) -> Any:
+    """`result` of a call, or its event, once the operation is complete: a GPU tells of an error only then."""
+    event = getattr(result, "event", result)
+    if hasattr(event, "synchronize"):
+        event.synchronize()
+    return result
+
+
 def assert_bits(name: str, got: Any, expected: np.ndarray) -> None:
     """Same type, shape and bits; any NaN equals any other, since its payload is not part of the contract."""
     got = asnumpy(got)

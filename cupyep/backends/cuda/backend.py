@@ -28,7 +28,7 @@ from cupyep.backends.cuda.launcher import CudaHandle, Launcher, Routing
 from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
-from cupyep.errors import ArenaExhaustedError
+from cupyep.errors import ArenaExhaustedError, PeerError
 from cupyep.layout import ControlLayout, RowLayout
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ class CudaBackend(Backend):
             owners = cupy.where(listed, topk_idx // num_local, -1)
             in_rank = (owners[:, :, None] == cupy.arange(size)).any(axis=1)
             per_expert = cupy.bincount(topk_idx[listed].astype(np.int64), minlength=num_experts).astype(np.int32)
-            event = CudaEvent(cupy.cuda.get_current_stream().record(), self._launcher.check)
+            event = CudaEvent(cupy.cuda.get_current_stream().record(), self._checked)
             return in_rank.sum(axis=0, dtype=np.int32), per_expert, in_rank, event
 
     def barrier(self) -> CudaEvent:
@@ -248,7 +248,15 @@ class CudaBackend(Backend):
         """The current stream goes on once the operation is complete."""
         event = self._comm_stream.record()
         current.wait_event(event)
-        return CudaEvent(event, self._launcher.check)
+        return CudaEvent(event, self._checked)
+
+    def _checked(self) -> None:
+        """Raises what the device has told; a peer's failure ends the group."""
+        try:
+            self._launcher.check()
+        except PeerError as error:
+            self.broken = error
+            raise
 
     def _granted(self, blocks: T | ArenaExhaustedError) -> T:
         """`blocks`, which have been posted. If there were none, raises what all ranks raise, once all know it."""
