@@ -118,7 +118,7 @@ class Flag(IntEnum):
     IDX64 = 2
 
 
-MAX_RANKS = 1024
+MAX_RANKS = 256
 MAX_TOPK = 32
 MAX_LOCAL_EXPERTS = 1024
 MAX_EXPERTS = 16384  # the count kernel keeps a histogram of all experts in shared memory

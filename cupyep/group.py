@@ -41,6 +41,7 @@ class Group:
         config = BufferConfig(num_nvl_bytes, num_rdma_bytes, low_latency_mode, max_tokens_per_rank, backend, timeout_s)
         group = connect(comm, timeout_s)
         self.rank, self.size = group.rank, group.size
+        checks.integer("comm.size", group.size, 1, abi.MAX_RANKS)
         agreed = {name: value for name, value in vars(config).items() if name != "timeout_s"}
         group.agree("Buffer", agreed, timeout_s=timeout_s)
         self._comm, self._timeout_s = group, timeout_s

@@ -33,7 +33,7 @@ __device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u3
       const u32 rank = static_cast<u32>(id) / num_local;
 #pragma unroll
       for (u32 group = 0; group < kGroups; ++group) {
-        if (rank / 32 == group) mask.words[group] |= 1u << (rank % 32);
+        mask.words[group] |= rank / 32 == group ? 1u << (rank % 32) : 0u;
       }
       if (histogram != nullptr) atomicAdd(histogram + id, 1u);
     } else if (id != -1 && bad_id != nullptr) {

@@ -189,7 +189,7 @@ def reuse(comm, is_recorded):
         return [bool(differ(out, expected)) for out in outs]
 
 
-@pytest.mark.parametrize("poison", ["0", "1"], ids=["", "poison"])
+@pytest.mark.parametrize("poison", ["0", "1"], ids=["plain", "poison"])
 def test_a_recorded_stream_reads_on_after_the_array_is_dropped(monkeypatch, poison):
     monkeypatch.setenv("CUPYEP_POISON", poison)
     assert launch.threads(1, reuse, True) == [[False, False]]

@@ -46,9 +46,10 @@ class Arena:
         self.addresses = [self._opened.get(rank, self.address) for rank in range(comm.size)]
         self.peers = cupy.array(self.addresses, dtype=cupy.uint64)
         self.heap = FreeList(initial.nbytes, self.num_bytes, comm.rank)
-        self.released: deque[tuple[int, int, list[Any]]] = deque()  # see Block.__del__
+        self.released: deque[tuple[int, int, set[int]]] = deque()  # see Block.__del__
         self.live: dict[int, weakref.ref[Block]] = {}  # blocks in use by offset
-        self.waiting: list[list[Any]] = []  # streams of released blocks, for whoever reuses them
+        self.waiting: set[int] = set()  # streams of released blocks, for whoever reuses them
+        self._streams: dict[int, Any] = {}  # by address; see remember
 
     def _create(self, initial: np.ndarray) -> tuple[int, int, bytes]:
         try:
@@ -75,16 +76,32 @@ class Arena:
                 matrix[self._comm.rank][rank] = str(error)
                 raise TopologyError("a rank cannot open a peer's memory", matrix) from error
 
-    def block(self, num_bytes: int, streams: list[Any]) -> Block:
-        """A heap block of at least `num_bytes`; it goes back when its last array dies. Raises ArenaExhaustedError."""
+    def block(self, num_bytes: int, stream: Any) -> Block:
+        """A heap block for use on `stream`; it goes back when its last array dies. Raises ArenaExhaustedError."""
         self.drain()
         offset, size = self.heap.alloc(num_bytes)
-        block = Block(self, offset, size, streams)
+        block = Block(self, offset, size, self.remember(stream))
         self.live[offset] = weakref.ref(block)
         if env.poison():
+            runtime.deviceSynchronize()  # earlier users of this memory
             runtime.memset(self.address + offset, 0xFF, size)
             runtime.deviceSynchronize()
         return block
+
+    def remember(self, stream: Any) -> int:
+        """Keeps `stream` for as long as a block may have to wait for it; returns its address, which blocks hold.
+
+        A block must not hold the stream itself: when both die in one garbage cycle, the stream is destroyed first.
+        """
+        self._streams[stream.ptr] = stream
+        return stream.ptr
+
+    def take_waiting(self) -> list[Any]:
+        """The streams that released blocks were used on. From now on it is the caller's business to wait for them."""
+        streams, self.waiting = [self._streams[address] for address in self.waiting], set()
+        used = {address for reference in self.live.values() if (block := reference()) for address in block.streams}
+        self._streams = {address: stream for address, stream in self._streams.items() if address in used}
+        return streams
 
     @property
     def largest(self) -> int:
@@ -97,7 +114,7 @@ class Arena:
         while self.released:
             offset, size, streams = self.released.popleft()
             self.live.pop(offset, None)
-            self.waiting.append(streams)
+            self.waiting |= streams
             self.heap.free(offset, size)
 
     def record_stream(self, address: int, stream: Any) -> None:
@@ -105,7 +122,7 @@ class Arena:
         for reference in list(self.live.values()):
             block = reference()
             if block is not None and 0 <= address - self.address - block.offset < block.size:
-                block.streams.append(stream)
+                block.streams.add(self.remember(stream))
                 return
         raise ValueError("array: expected one of this Buffer's arena, got memory from elsewhere")
 
@@ -137,8 +154,8 @@ class Block:
 
     __slots__ = ("__weakref__", "_arena", "offset", "size", "streams")
 
-    def __init__(self, arena: Arena, offset: int, size: int, streams: list[Any]) -> None:
-        self._arena, self.offset, self.size, self.streams = arena, offset, size, streams
+    def __init__(self, arena: Arena, offset: int, size: int, stream: int) -> None:
+        self._arena, self.offset, self.size, self.streams = arena, offset, size, {stream}
 
     def trim(self, num_bytes: int) -> None:
         """Gives the tail back at once: nothing has been, or will be, written there."""
@@ -165,9 +182,8 @@ def free_retired() -> None:
             if not arena.live:
                 _retired.remove(entry)
                 with cupy.cuda.Device(device):
-                    for streams in arena.waiting:
-                        for stream in streams:
-                            stream.synchronize()
+                    for stream in arena.take_waiting():
+                        stream.synchronize()
                     runtime.free(address)
 
 

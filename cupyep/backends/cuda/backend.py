@@ -8,8 +8,7 @@ grow, the counts are read first and PUSH follows with exact blocks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,16 +18,16 @@ from cupy.cuda import runtime
 
 from cupyep import checks
 from cupyep.abi import AbortKind, Operation, Verdict
-from cupyep.backends.base import Backend, Capacity, Shape
+from cupyep.backends.base import Capacity, Shape
 from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena, Block
 from cupyep.backends.cuda.blocks import Blocks, offsets, received
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher, Routing
-from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
+from cupyep.backends.cuda.session import Session
+from cupyep.backends.cuda.streams import CommStream, CudaEvent
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
-from cupyep.errors import ArenaExhaustedError, PeerError
 from cupyep.layout import ControlLayout, RowLayout
 
 T = TypeVar("T")
@@ -36,7 +35,7 @@ _ANY = 2**32 - 1  # capacity in COUNT of an arena that is yet to be sized
 _abandoned: list[Any] = []  # what kernels of a broken group may still touch; never freed
 
 
-class CudaBackend(Backend):
+class CudaBackend(Session):
     """One rank on a GPU."""
 
     name = "cuda"
@@ -53,12 +52,6 @@ class CudaBackend(Backend):
         except BaseException:
             devices.release(self._device, comm, self._max_num_sms)
             raise
-
-    def _together(self, step: str, action: Callable[[], T]) -> T:
-        """Collective: our own result of `action`, which must have succeeded on every rank."""
-        result: list[T] = []
-        self._comm.together(step, lambda: result.append(action()), timeout_s=self._config.timeout_s)
-        return result[0]
 
     def _resize(self, capacity: Capacity) -> None:
         old = getattr(self, "_arena", None)
@@ -105,7 +98,7 @@ class CudaBackend(Backend):
             if early:
                 capacity = min(size * self.capacity.max_tokens_per_rank, rows.fitting(free))
                 blocks = self._blocks.allocate(rows.parts(capacity), current) if capacity else {}
-            with self._launching(current):
+            with self._launching(Operation.COUNT, current):
                 routing = Routing(handle_id, num_experts, order, words, capacity)
                 self._launcher.count(shape, routing, topk_idx, self.capacity.max_tokens_per_rank, free)
                 counted_event = self._comm_stream.record()
@@ -118,7 +111,7 @@ class CudaBackend(Backend):
                 blocks = {}  # of an arena that may be replaced now
                 self._ensure(shape, counted.most_tokens)
                 granted = self._blocks.try_allocate(rows.parts(num_recv), current)
-                with self._launching(current):
+                with self._launching(Operation.PUSH, current):
                     runtime.memsetAsync(words.data.ptr, 0, 4, self._comm_stream.stream.ptr)  # COUNT may have set skip
                     push(num_recv, granted)
                 self._host_wait(self._comm_stream.record())  # a rank may have had no block: all ranks raise now
@@ -150,7 +143,7 @@ class CudaBackend(Backend):
         with self._operation() as current:
             self._agree(shape, handle, current)
             x, blocks = _plain(x), self._blocks.try_allocate(rows.parts(num_recv), current)
-            with self._launching(current):
+            with self._launching(Operation.PUSH, current):
                 self._launcher.push(shape, handle.routing, x, None, None, offsets(blocks), sms)
             recv_x = received(self._granted(blocks), rows.parts(num_recv), shape, num_recv, None)[0]
             event = self._finish(current)
@@ -167,7 +160,7 @@ class CudaBackend(Backend):
             where, staged = self._blocks.visible({"rows": x, "weights": topk_weights}, current)
             out = cupy.empty((handle.num_tokens, x.shape[1]), x.dtype)
             out_weights = cupy.empty((handle.num_tokens, handle.num_topk), np.float32) if with_weights else None
-            with self._launching(current):
+            with self._launching(Operation.PULL, current):
                 self._launcher.pull(shape, handle.routing, out, out_weights, where, sms)
             self._granted(where)
             event = self._finish(current)
@@ -189,7 +182,7 @@ class CudaBackend(Backend):
 
     def barrier(self) -> CudaEvent:
         with self._operation() as current:
-            with self._launching(current):
+            with self._launching(Operation.BARRIER, current):
                 self._launcher.barrier()
             return self._finish(current)
 
@@ -210,66 +203,10 @@ class CudaBackend(Backend):
     def comm_stream(self) -> cupy.cuda.Stream:
         return self._comm_stream.stream
 
-    # one operation, and the end
-
-    @contextmanager
-    def _operation(self) -> Iterator[Any]:
-        """The device and the caller's stream, unless something behind us went wrong."""
-        with cupy.cuda.Device(self._device):
-            self._launcher.check()
-            yield cupy.cuda.get_current_stream()
-
-    @contextmanager
-    def _launching(self, current: Any) -> Iterator[None]:
-        """Launches that come after the caller's stream.
-
-        Threads as ranks meet before and after: until all have launched, no rank may make a call that waits for the
-        context (an allocation, a module load), because a kernel of another rank already waits for this rank's.
-        """
-        threads, timeout_s = self._comm.in_process and self._comm.size > 1, self._config.timeout_s
-        if threads:
-            check_rank_streams(self._comm.allgather(current.ptr, operation="launch", timeout_s=timeout_s))
-        self._comm_stream.follow(current)
-        yield
-        if threads:
-            self._comm.barrier(operation="launch", timeout_s=timeout_s)
-
-    def _host_wait(self, event: cupy.cuda.Event) -> None:
-        """Waits without the GIL. The kernels have deadlines of their own; a thread that raised is noticed here."""
-        if not self._comm.in_process:
-            return event.synchronize()
-        while not event.done:
-            if failed := self._comm.failed_peer():
-                self._launcher.abort(AbortKind.RAISED, failed[0], self._abort_stream)
-                return event.synchronize()
-            time.sleep(10e-6)
-
-    def _finish(self, current: Any) -> CudaEvent:
-        """The current stream goes on once the operation is complete."""
-        event = self._comm_stream.record()
-        current.wait_event(event)
-        return CudaEvent(event, self._checked)
-
-    def _checked(self) -> None:
-        """Raises what the device has told; a peer's failure ends the group."""
-        try:
-            self._launcher.check()
-        except PeerError as error:
-            self.broken = error
-            raise
-
-    def _granted(self, blocks: T | ArenaExhaustedError) -> T:
-        """`blocks`, which have been posted. If there were none, raises what all ranks raise, once all know it."""
-        if isinstance(blocks, ArenaExhaustedError):
-            self._host_wait(self._comm_stream.record())
-            self._launcher.check()
-            raise blocks
-        return blocks
-
     def _agree(self, shape: Shape, handle: CudaHandle, current: Any) -> None:
         """Collective on a shape's first use: all ranks mean the same, then it is loaded."""
         if shape not in self._prepared:  # equal on all ranks, or their posts differ
-            with self._launching(current):
+            with self._launching(shape.operation, current):
                 self._launcher.agree(shape, handle.routing)
             self._host_wait(self._comm_stream.record())
             self._launcher.check()
@@ -292,6 +229,7 @@ class CudaBackend(Backend):
         devices.release(self._device, self._comm, self._max_num_sms)
         with cupy.cuda.Device(self._device):
             if not collective:
+                self._let_kernels_leave()
                 _abandoned.append((self._launcher, self._arena))
             self._arena.close(collective=collective)
         if collective:

@@ -24,10 +24,9 @@ class Blocks:
 
         Blocks may have been in use on other streams: the communication stream waits for what these have been given.
         """
-        blocks = {name: self._arena.block(size, [current]) for name, size in sizes.items()}
-        while self._arena.waiting:
-            for stream in self._arena.waiting.pop():
-                self._comm_stream.follow(stream)
+        blocks = {name: self._arena.block(size, current) for name, size in sizes.items()}
+        for stream in self._arena.take_waiting():
+            self._comm_stream.follow(stream)
         return blocks
 
     def try_allocate(self, sizes: dict[str, int], current: Any) -> dict[str, Block] | ArenaExhaustedError:

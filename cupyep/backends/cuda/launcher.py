@@ -78,6 +78,7 @@ class Launcher:
         self._pinned = cupy.cuda.alloc_pinned_memory(self._host_layout.num_bytes)
         self._host = np.frombuffer(self._pinned, np.uint8, self._host_layout.num_bytes)
         self._host[:] = 0
+        self.operation = Operation.BARRIER  # the last one launched, or about to be
         sync = {
             "peers": arena.peers.data.ptr,
             "host": self._pinned.ptr,
@@ -171,7 +172,7 @@ class Launcher:
 
     def abort(self, kind: AbortKind, peer: int, stream: Any) -> None:
         """Makes every rank leave what it does. On a stream of its own: ours may be waiting for a peer."""
-        self._abort.set(word=abi.pack_abort(kind, Operation.PUSH, self._rank, peer, 0))
+        self._abort.set(word=abi.pack_abort(kind, self.operation, self._rank, peer, 0))
         self._kernels.abort_peers.launch(1, self._abort, stream)
 
     def check(self) -> None:

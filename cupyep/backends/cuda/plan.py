@@ -46,7 +46,8 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
     """
     row_bytes = shape.rows.row_bytes
     available = smem_limit - _STATIC_BYTES - 32 * num_ranks
-    num_warps, num_stages = (4, 3) if row_bytes > 8192 else (8, 3)
+    short = row_bytes <= 8192 and 8 * 3 * (layout.align(row_bytes) + 8) <= available
+    num_warps, num_stages = (8, 3) if short else (4, 3)
     num_chunks = math.ceil(row_bytes / (available // 12 // 128 * 128 - 128))
     chunk_bytes = row_bytes if num_chunks == 1 else layout.align(math.ceil(row_bytes / num_chunks))
     if mover == "vector":
