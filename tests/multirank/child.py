@@ -21,6 +21,10 @@ def main(folder: Path) -> None:
     log = os.open(folder / f"rank-{comm.rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    comm.Barrier()  # all ranks have mapped MPICH's shared memory file by now; a killed job would leave it behind
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/mpich_shm_" in line:
+            Path(line.split()[5]).unlink(missing_ok=True)
     with open(folder / "job", "rb") as job:
         sys.path[:], deadline, may_lose_ranks = pickle.load(job)  # the path first: the function may lie anywhere on it
         left_s = deadline - time.monotonic()  # the clock is the host's, so it may be compared between processes
