@@ -53,8 +53,17 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        parts = (f"R{self.num_ranks}", f"H{self.hidden}", f"K{self.num_topk}", f"T:{self.tokens}", self.routing,
-                 f"E{self.num_local_experts}", self.dtype, self.memory, f"seed{self.seed}")
+        parts = (
+            f"R{self.num_ranks}",
+            f"H{self.hidden}",
+            f"K{self.num_topk}",
+            f"T:{self.tokens}",
+            self.routing,
+            f"E{self.num_local_experts}",
+            self.dtype,
+            self.memory,
+            f"seed{self.seed}",
+        )
         return "-".join(parts).replace(" ", "_")
 
     @property
@@ -166,8 +175,12 @@ def pairwise(axes: dict[str, tuple[Any, ...]], seed: int = 1) -> list[dict[str, 
         return set(itertools.combinations([(name, row[name]) for name in axes if name in row], 2))
 
     options = [[(name, value) for value in axes[name]] for name in axes]
-    open_pairs = {pair for one, other in itertools.combinations(options, 2) for pair in itertools.product(one, other)
-                  if is_possible(dict(pair))}
+    open_pairs = {
+        pair
+        for one, other in itertools.combinations(options, 2)
+        for pair in itertools.product(one, other)
+        if is_possible(dict(pair))
+    }
     rows = []
     while open_pairs:
         candidates = []

@@ -58,8 +58,9 @@ def layout(topk_idx: np.ndarray, num_experts: int, num_ranks: int) -> Layout:
     return Layout(per_rank, per_expert, is_in_rank)
 
 
-def dispatch(xs: list[np.ndarray], topk_idxs: list[np.ndarray], topk_weightss: list[np.ndarray] | None,
-             num_experts: int) -> list[Received]:
+def dispatch(
+    xs: list[np.ndarray], topk_idxs: list[np.ndarray], topk_weightss: list[np.ndarray] | None, num_experts: int
+) -> list[Received]:
     """Every rank's received tokens. Per rank: x [T, H], ids [T, K] (int32 or int64), float32 weights [T, K] or None."""
     num_ranks = len(xs)
     num_local_experts = num_experts // num_ranks

@@ -132,9 +132,19 @@ def give_back(comm):
             with buffer.allocator():
                 return y * 2
 
-        uses = (dispatch, lambda: dispatch(copy=True), lambda: buffer.dispatch(x, handle=handle),
-                lambda: buffer.combine(y, handle), lambda: buffer.combine(dispatch().recv_x, handle), buffer.barrier,
-                lambda: buffer.empty((7, 9), np.float16), in_allocator, bad_ids, too_much, lambda: fill(buffer))
+        uses = (
+            dispatch,
+            lambda: dispatch(copy=True),
+            lambda: buffer.dispatch(x, handle=handle),
+            lambda: buffer.combine(y, handle),
+            lambda: buffer.combine(dispatch().recv_x, handle),
+            buffer.barrier,
+            lambda: buffer.empty((7, 9), np.float16),
+            in_allocator,
+            bad_ids,
+            too_much,
+            lambda: fill(buffer),
+        )
         start = free_in_arena(buffer)
         for number, use in enumerate(uses):
             use()
@@ -156,8 +166,9 @@ def test_blocks_of_two_ranks_go_back():
 def beyond_4_gib(comm):
     """Rows past 2^31 bytes of an array, arrays past 2^32 bytes of an arena: there and back, in place."""
     num_rows = 188_000  # that every rank receives: 2.7 GB
-    traffic = Traffic(comm.size, num_rows // comm.size, 7168, "bfloat16", num_topk=comm.size, num_local_experts=1,
-                      missing=0)
+    traffic = Traffic(
+        comm.size, num_rows // comm.size, 7168, "bfloat16", num_topk=comm.size, num_local_experts=1, missing=0
+    )
     x, topk_idx, _ = traffic.inputs(comm.rank)
     received = np.concatenate([traffic.numbers(source) for source in range(comm.size)])
     edge = 2**31 // (2 * traffic.hidden)
@@ -228,8 +239,10 @@ def skewed(comm, num_calls):
     """Calls back to back, with host and GPU of each rank late at random; results are compared on the GPU alone."""
     traffics = [Traffic(comm.size, num_tokens, seed=seed) for seed, num_tokens in enumerate((1, 60, 200))]
     check_alone(comm, *traffics)
-    prepared = [(traffic, traffic.inputs(comm.rank), traffic.received(comm.rank), traffic.combined(comm.rank))
-                for traffic in traffics]
+    prepared = [
+        (traffic, traffic.inputs(comm.rank), traffic.received(comm.rank), traffic.combined(comm.rank))
+        for traffic in traffics
+    ]
     chance, is_wrong = random.Random(comm.rank), cupy.zeros((), bool)
     with open_buffer(comm, *traffics) as buffer:
         check(buffer, traffics[0])

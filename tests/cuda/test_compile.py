@@ -45,8 +45,12 @@ class Target:
         return int(self.arch.removeprefix("sm_"))
 
 
-TARGETS = (Target("sm_80", "vector", 163 * KB), Target("sm_90", "auto", 227 * KB), Target("sm_90", "vector", 227 * KB),
-           Target("sm_100", "auto", 227 * KB))
+TARGETS = (
+    Target("sm_80", "vector", 163 * KB),
+    Target("sm_90", "auto", 227 * KB),
+    Target("sm_90", "vector", 227 * KB),
+    Target("sm_100", "auto", 227 * KB),
+)
 SMALL_SM = Target("sm_120", "auto", 99 * KB)
 
 
@@ -93,8 +97,12 @@ def make_plan(kernel: str, hidden: int, dtype: str | np.dtype, num_ranks: int, t
 
 # A Latin square: every pair of row, target and number of ranks occurs, for push and for pull.
 BUILDS = (
-    *(Build(kernel, target, RANKS[(i + j) % len(RANKS)], row) for kernel in ("push", "pull")
-      for i, row in enumerate(ROWS) for j, target in enumerate(TARGETS)),
+    *(
+        Build(kernel, target, RANKS[(i + j) % len(RANKS)], row)
+        for kernel in ("push", "pull")
+        for i, row in enumerate(ROWS)
+        for j, target in enumerate(TARGETS)
+    ),
     *(Build(kernel, SMALL_SM, 8, row) for kernel in ("push", "pull") for row in (ROWS[0], ROWS[2])),
     *(Build("count", TARGETS[(i + 1) % 4], num_ranks) for i, num_ranks in enumerate(RANKS)),
     *(Build("barrier", TARGETS[(i + 2) % 4], num_ranks) for i, num_ranks in enumerate(RANKS)),
@@ -103,7 +111,8 @@ BUILDS = (
 
 
 row_sizes = st.sampled_from([BF16, np.dtype("f2"), np.dtype("f4")]).flatmap(
-    lambda dtype: st.tuples(st.integers(1, 60_000 // dtype.itemsize), st.just(dtype)))
+    lambda dtype: st.tuples(st.integers(1, 60_000 // dtype.itemsize), st.just(dtype))
+)
 targets = st.sampled_from([*TARGETS, SMALL_SM, Target("sm_90", "auto", 163 * KB)])
 check = settings(deadline=None, max_examples=400)
 

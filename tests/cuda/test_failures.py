@@ -60,8 +60,11 @@ def stall(comm, where):
     return results
 
 
-STALLS = [pytest.param(threads, "gpu", id="threads-gpu"), pytest.param(mpi, "gpu", id="mpi-gpu"),
-          pytest.param(mpi, "host", id="mpi-host")]
+STALLS = [
+    pytest.param(threads, "gpu", id="threads-gpu"),
+    pytest.param(mpi, "gpu", id="mpi-gpu"),
+    pytest.param(mpi, "host", id="mpi-host"),
+]
 
 
 @pytest.mark.parametrize(("run", "where"), STALLS)
@@ -131,7 +134,7 @@ def raise_before_a_launch():
 
 
 def test_a_thread_that_raises_releases_the_others():
-    (error, seconds), = child(raise_before_a_launch)
+    ((error, seconds),) = child(raise_before_a_launch)
     assert isinstance(error, cupyep.PeerError) and error.peer == CULPRIT and seconds < SLACK_S, repr(error)
     assert not isinstance(error, cupyep.PeerTimeoutError)
 

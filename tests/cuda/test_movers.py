@@ -55,8 +55,11 @@ def large(comm):
         check(buffer, dataclasses.replace(LARGE, seed=1), copy=True)
 
 
-@pytest.mark.parametrize(("run", "mover"), [(threads, "auto"), (threads, "vector"), (mpi, "auto"), (mpi, "vector")],
-                         ids=["threads-auto", "threads-vector", "mpi-auto", "mpi-vector"])
+@pytest.mark.parametrize(
+    ("run", "mover"),
+    [(threads, "auto"), (threads, "vector"), (mpi, "auto"), (mpi, "vector")],
+    ids=["threads-auto", "threads-vector", "mpi-auto", "mpi-vector"],
+)
 def test_large_rows_of_many_tokens(run, mover, used, monkeypatch):
     monkeypatch.setenv("CUPYEP_MOVER", mover)
     run(4, large, timeout_s=90)

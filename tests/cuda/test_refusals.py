@@ -37,9 +37,11 @@ def wrong_num_sms(comm):
     with open_buffer(comm, traffic) as buffer:
         result = check(buffer, traffic)
         x, topk_idx, weights = traffic.inputs(0)
-        for call in (lambda n: buffer.dispatch(x, topk_idx, weights, num_experts=traffic.num_experts, num_sms=n),
-                     lambda n: buffer.dispatch(x, handle=result.handle, num_sms=n),
-                     lambda n: buffer.combine(result.recv_x, result.handle, num_sms=n)):
+        for call in (
+            lambda n: buffer.dispatch(x, topk_idx, weights, num_experts=traffic.num_experts, num_sms=n),
+            lambda n: buffer.dispatch(x, handle=result.handle, num_sms=n),
+            lambda n: buffer.combine(result.recv_x, result.handle, num_sms=n),
+        ):
             with pytest.raises(ValueError, match=rf"num_sms: expected 1\.\.\d+, got {TOO_MANY}"):
                 call(TOO_MANY)
             call(1)
@@ -60,8 +62,9 @@ def too_many_sms(comm, ranks):
     return error
 
 
-@pytest.mark.parametrize(("run", "ranks"), [(threads, (0, 1)), (mpi, (0, 1)), (mpi, (1,))],
-                         ids=["threads", "mpi", "mpi-one-rank"])
+@pytest.mark.parametrize(
+    ("run", "ranks"), [(threads, (0, 1)), (mpi, (0, 1)), (mpi, (1,))], ids=["threads", "mpi", "mpi-one-rank"]
+)
 def test_more_sms_than_the_gpu_has(run, ranks):
     for error in run(2, too_many_sms, ranks):
         assert isinstance(error, cupyep.StateError), repr(error)

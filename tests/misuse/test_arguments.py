@@ -79,19 +79,22 @@ def test_wrong_arrays(buffer, backend, argument, shape, dtype, error, text):
             buffer.get_dispatch_layout(arrays["topk_idx"], NUM_EXPERTS)
 
 
-@pytest.mark.parametrize(("argument", "value", "error", "text"), [
-    ("x", None, TypeError, ("x", "", "NoneType")),
-    ("x", "tokens", TypeError, ("x", "", "str")),
-    ("topk_idx", None, ValueError, ("topk_idx", "", "None")),
-    ("num_experts", 0, ValueError, ("num_experts", "", "0")),
-    ("num_experts", -8, ValueError, ("num_experts", "", "-8")),
-    ("num_experts", 8.0, TypeError, ("num_experts", "int", "8.0")),
-    ("num_experts", True, TypeError, ("num_experts", "int", "True")),
-    ("num_experts", None, ValueError, ("num_experts", "int", "None")),
-    ("num_experts", 5000, ValueError, ("num_experts / num_ranks", r"1\.\.1024", "5000")),
-    ("num_sms", 0, ValueError, ("num_sms", "1", "0")),
-    ("num_sms", "all", TypeError, ("num_sms", "int", "'all'")),
-])
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "text"),
+    [
+        ("x", None, TypeError, ("x", "", "NoneType")),
+        ("x", "tokens", TypeError, ("x", "", "str")),
+        ("topk_idx", None, ValueError, ("topk_idx", "", "None")),
+        ("num_experts", 0, ValueError, ("num_experts", "", "0")),
+        ("num_experts", -8, ValueError, ("num_experts", "", "-8")),
+        ("num_experts", 8.0, TypeError, ("num_experts", "int", "8.0")),
+        ("num_experts", True, TypeError, ("num_experts", "int", "True")),
+        ("num_experts", None, ValueError, ("num_experts", "int", "None")),
+        ("num_experts", 5000, ValueError, ("num_experts / num_ranks", r"1\.\.1024", "5000")),
+        ("num_sms", 0, ValueError, ("num_sms", "1", "0")),
+        ("num_sms", "all", TypeError, ("num_sms", "int", "'all'")),
+    ],
+)
 def test_wrong_values(buffer, backend, argument, value, error, text):
     good = {name: array(backend, *spec) for name, spec in GOOD.items()} | {"num_experts": NUM_EXPERTS}
     with pytest.raises(error, match=message(*text)):
@@ -151,20 +154,23 @@ def test_experts_that_do_not_divide(backend):
     launch.threads(3, call)
 
 
-@pytest.mark.parametrize(("arguments", "error", "text"), [
-    ({"backend": "tpu"}, ValueError, ("backend", "numpy", "'tpu'")),
-    ({"comm": 42}, TypeError, ("comm", "LocalComm", "int")),
-    ({"num_nvl_bytes": -1}, ValueError, ("num_nvl_bytes", "at least 0", "-1")),
-    ({"num_nvl_bytes": 1.5}, TypeError, ("num_nvl_bytes", "int", "1.5")),
-    ({"num_rdma_bytes": -1}, ValueError, ("num_rdma_bytes", "at least 0", "-1")),
-    ({"low_latency_mode": 1}, TypeError, ("low_latency_mode", "bool", "1")),
-    ({"max_tokens_per_rank": 0}, ValueError, ("max_tokens_per_rank", "1", "0")),
-    ({"max_tokens_per_rank": "many"}, TypeError, ("max_tokens_per_rank", "int", "'many'")),
-    ({"timeout_s": 0}, ValueError, ("timeout_s", "positive", "0")),
-    ({"timeout_s": -3}, ValueError, ("timeout_s", "positive", "-3")),
-    ({"timeout_s": float("nan")}, ValueError, ("timeout_s", "positive", "nan")),
-    ({"timeout_s": "1"}, TypeError, ("timeout_s", "number", "'1'")),
-])
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"backend": "tpu"}, ValueError, ("backend", "numpy", "'tpu'")),
+        ({"comm": 42}, TypeError, ("comm", "LocalComm", "int")),
+        ({"num_nvl_bytes": -1}, ValueError, ("num_nvl_bytes", "at least 0", "-1")),
+        ({"num_nvl_bytes": 1.5}, TypeError, ("num_nvl_bytes", "int", "1.5")),
+        ({"num_rdma_bytes": -1}, ValueError, ("num_rdma_bytes", "at least 0", "-1")),
+        ({"low_latency_mode": 1}, TypeError, ("low_latency_mode", "bool", "1")),
+        ({"max_tokens_per_rank": 0}, ValueError, ("max_tokens_per_rank", "1", "0")),
+        ({"max_tokens_per_rank": "many"}, TypeError, ("max_tokens_per_rank", "int", "'many'")),
+        ({"timeout_s": 0}, ValueError, ("timeout_s", "positive", "0")),
+        ({"timeout_s": -3}, ValueError, ("timeout_s", "positive", "-3")),
+        ({"timeout_s": float("nan")}, ValueError, ("timeout_s", "positive", "nan")),
+        ({"timeout_s": "1"}, TypeError, ("timeout_s", "number", "'1'")),
+    ],
+)
 def test_wrong_constructor_arguments(backend, arguments, error, text):
     with pytest.raises(error, match=message(*text)):
         cupyep.Buffer(**({"backend": backend} | arguments))

@@ -27,24 +27,30 @@ def received(buffer, backend):
     return checks.check_dispatch(buffer, CASE, 0, backend)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "error", "text"), [
-    ((4, 16), "float32", ValueError, r"^x: expected 5 .*, got 4"),
-    ((6, 16), "float32", ValueError, r"^x: expected 5 .*, got 6"),
-    ((5,), "float32", ValueError, r"^x: expected 2 dim.*, got .*\(5,\)"),
-    ((5, 16), "float64", TypeError, r"^x: expected float32, float16 or bfloat16, got float64"),
-    ((5, 16), "int32", TypeError, r"^x: expected float32, float16 or bfloat16, got int32"),
-])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "text"),
+    [
+        ((4, 16), "float32", ValueError, r"^x: expected 5 .*, got 4"),
+        ((6, 16), "float32", ValueError, r"^x: expected 5 .*, got 6"),
+        ((5,), "float32", ValueError, r"^x: expected 2 dim.*, got .*\(5,\)"),
+        ((5, 16), "float64", TypeError, r"^x: expected float32, float16 or bfloat16, got float64"),
+        ((5, 16), "int32", TypeError, r"^x: expected float32, float16 or bfloat16, got int32"),
+    ],
+)
 def test_wrong_outputs(buffer, backend, received, shape, dtype, error, text):
     with pytest.raises(error, match=text):
         buffer.combine(checks.namespace(backend).zeros(shape, dtype), received.handle)
 
 
-@pytest.mark.parametrize(("shape", "dtype", "error", "text"), [
-    ((5, 3), "float32", ValueError, r"^topk_weights: expected shape \(5, 2\), got \(5, 3\)"),
-    ((4, 2), "float32", ValueError, r"^topk_weights: expected shape \(5, 2\), got \(4, 2\)"),
-    ((10,), "float32", ValueError, r"^topk_weights: expected shape \(5, 2\), got \(10,\)"),
-    ((5, 2), "float64", TypeError, r"^topk_weights: expected float32, got float64"),
-])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "text"),
+    [
+        ((5, 3), "float32", ValueError, r"^topk_weights: expected shape \(5, 2\), got \(5, 3\)"),
+        ((4, 2), "float32", ValueError, r"^topk_weights: expected shape \(5, 2\), got \(4, 2\)"),
+        ((10,), "float32", ValueError, r"^topk_weights: expected shape \(5, 2\), got \(10,\)"),
+        ((5, 2), "float64", TypeError, r"^topk_weights: expected float32, got float64"),
+    ],
+)
 def test_wrong_weights(buffer, backend, received, shape, dtype, error, text):
     with pytest.raises(error, match=text):
         buffer.combine(received.recv_x, received.handle, checks.namespace(backend).zeros(shape, dtype))

@@ -26,8 +26,9 @@ def caught(call):
 
 
 def arrays(backend, rank, num_topk=2, hidden=16, dtype="float32", idx_dtype="int64", weights=True):
-    case = Case(num_ranks=3, hidden=hidden, tokens=6, num_topk=num_topk, dtype=dtype, idx_dtype=idx_dtype,
-                weights=weights)
+    case = Case(
+        num_ranks=3, hidden=hidden, tokens=6, num_topk=num_topk, dtype=dtype, idx_dtype=idx_dtype, weights=weights
+    )
     return [None if part is None else checks.place(part, "contiguous", backend) for part in case.inputs(rank)]
 
 
@@ -128,8 +129,11 @@ def test_creation(run_ranks, backend):
         assert_mismatch([errors[number] for errors in results], field)
 
 
-@pytest.mark.parametrize("change", [{"hidden": 4096}, {"max_tokens_per_rank": 1000}, {"dtype": "float16"}],
-                         ids=lambda change: next(iter(change)))
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden": 4096}, {"max_tokens_per_rank": 1000}, {"dtype": "float16"}],
+    ids=lambda change: next(iter(change)),
+)
 def test_prepare(run_ranks, backend, change):
     for rank, (error, seconds) in enumerate(run_ranks(3, mismatched_prepare, backend, change)):
         assert isinstance(error, cupyep.MismatchError), f"rank {rank}: {error!r}"

@@ -74,8 +74,10 @@ def assert_bits(name: str, got: Any, expected: np.ndarray) -> None:
         differs &= ~(np.isnan(got) & np.isnan(expected))
     if differs.any():
         at = tuple(int(index) for index in np.argwhere(differs)[0])
-        raise AssertionError(f"{name}: {int(differs.sum())} of {differs.size} elements differ, the first at {at}: "
-                             f"expected {expected[at]!r}, got {got[at]!r}")
+        raise AssertionError(
+            f"{name}: {int(differs.sum())} of {differs.size} elements differ, the first at {at}: "
+            f"expected {expected[at]!r}, got {got[at]!r}"
+        )
 
 
 def assert_equal(name: str, got: Any, expected: Any) -> None:
@@ -125,8 +127,10 @@ def check_received(result: Any, case: Case, rank: int) -> None:
     """The result of a dispatch, now or later, against the oracle."""
     expected = expect(case)[0][rank]
     handle = result.handle
-    for name, got in (("num_recv_tokens_per_expert_list", result.num_recv_tokens_per_expert_list),
-                      ("handle.num_recv_tokens_per_expert", handle.num_recv_tokens_per_expert)):
+    for name, got in (
+        ("num_recv_tokens_per_expert_list", result.num_recv_tokens_per_expert_list),
+        ("handle.num_recv_tokens_per_expert", handle.num_recv_tokens_per_expert),
+    ):
         assert_equal(name, got, expected.num_recv_tokens_per_expert)
     assert_equal("num_recv_tokens_per_rank", handle.num_recv_tokens_per_rank, expected.num_recv_tokens_per_rank)
     assert_equal("num_recv_tokens", handle.num_recv_tokens, len(expected.x))
@@ -188,7 +192,8 @@ def check_layout(buffer: cupyep.Buffer, case: Case, rank: int, backend: str) -> 
     """get_dispatch_layout against the oracle. It is local: no other rank needs to call it."""
     topk_idx = case.inputs(rank)[1]
     per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
-        place(topk_idx, case.memory, backend), case.num_experts)
+        place(topk_idx, case.memory, backend), case.num_experts
+    )
     expected = reference.layout(topk_idx, case.num_experts, case.num_ranks)
     assert_equal("num_tokens_per_rank", asnumpy(per_rank).tolist(), expected.num_tokens_per_rank)
     assert_equal("num_tokens_per_rdma_rank", per_rdma_rank, None)

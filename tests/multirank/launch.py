@@ -39,8 +39,14 @@ def threads(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s:
     return cupyep.run_local(function, num_ranks, *args, timeout_s=timeout_s)
 
 
-def mpi(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S,
-        may_lose_ranks: bool = False, env: dict[str, str] | None = None) -> list[Any]:
+def mpi(
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    may_lose_ranks: bool = False,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
     """One process per rank. `function` must be importable; it, `args` and the results travel as pickles.
 
     may_lose_ranks: a rank may exit without a result, which is then None, and the others go on without it.
@@ -54,8 +60,14 @@ def mpi(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: flo
         command = [mpiexec(), *flags(), "-n", str(num_ranks), *keeper, *child]
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with open(folder / "mpiexec.log", "wb") as log:
-            process = subprocess.Popen(command, env=os.environ | one_thread | (env or {}), stdin=subprocess.DEVNULL,
-                                       stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                env=os.environ | one_thread | (env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
             try:
                 status = wait(process, folder, num_ranks, timeout_s)
             except subprocess.TimeoutExpired:
@@ -95,8 +107,11 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 def tagged_logs(folder: Path) -> str:
     """The output of mpiexec and of every rank, each line with its rank in front."""
-    return "\n".join(f"[{log.stem}] {line}" for log in sorted(folder.glob("*.log"))
-                     for line in log.read_text(errors="replace").splitlines())
+    return "\n".join(
+        f"[{log.stem}] {line}"
+        for log in sorted(folder.glob("*.log"))
+        for line in log.read_text(errors="replace").splitlines()
+    )
 
 
 @functools.cache

@@ -45,7 +45,7 @@ def keep_results(comm, backend):
 def interleave_two_buffers(comm, backend):
     """Two buffers of the same ranks share nothing."""
     first, second, _ = SMALL
-    with (cupyep.Buffer(comm, backend=backend) as one, cupyep.Buffer(comm, backend=backend) as other):
+    with cupyep.Buffer(comm, backend=backend) as one, cupyep.Buffer(comm, backend=backend) as other:
         for _ in range(5):
             result_one = checks.check_dispatch(one, first, comm.rank, backend)
             result_other = checks.check_dispatch(other, second, comm.rank, backend)
@@ -71,8 +71,10 @@ def copies_need_no_arena(comm, backend):
 
 def thousand_calls(comm, backend):
     """Calls in a row, in an arena of three blocks: nothing leaks, and each result is right."""
-    cases = [Case(num_ranks=2, tokens=tokens, hidden=16, seed=400 + seed)
-             for seed, tokens in enumerate(((3, 5), (8, 0), (0, 8), (1, 1), (7, 8)))]
+    cases = [
+        Case(num_ranks=2, tokens=tokens, hidden=16, seed=400 + seed)
+        for seed, tokens in enumerate(((3, 5), (8, 0), (0, 8), (1, 1), (7, 8)))
+    ]
     with cupyep.Buffer(comm, 1 << 14, backend=backend, max_tokens_per_rank=8) as buffer:
         for call in range(500):
             case = cases[call % len(cases)]
@@ -98,8 +100,15 @@ def wrap_the_epoch(comm, backend):
 
 def grow(comm, backend):
     """Without max_tokens_per_rank, later calls may be larger; results of earlier, smaller ones stay intact."""
-    sizes = (((1, 0), 8), ((40, 30), 8), ((40, 30), 2048), ((2, 300), 16), ((700, 1), 2880), ((0, 0), 8),
-             ((50, 50), 7168))
+    sizes = (
+        ((1, 0), 8),
+        ((40, 30), 8),
+        ((40, 30), 2048),
+        ((2, 300), 16),
+        ((700, 1), 2880),
+        ((0, 0), 8),
+        ((50, 50), 7168),
+    )
     kept = []
     with cupyep.Buffer(comm, backend=backend) as buffer:
         for seed, (tokens, hidden) in enumerate(sizes, start=500):
@@ -195,8 +204,17 @@ def arena_arrays(comm, backend):
             assert (checks.asnumpy(array) == number).all()
 
 
-SCENARIOS = (keep_results, interleave_two_buffers, copies_need_no_arena, thousand_calls, wrap_the_epoch, grow,
-             repeat_a_dispatch, outlive_close, arena_arrays)
+SCENARIOS = (
+    keep_results,
+    interleave_two_buffers,
+    copies_need_no_arena,
+    thousand_calls,
+    wrap_the_epoch,
+    grow,
+    repeat_a_dispatch,
+    outlive_close,
+    arena_arrays,
+)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

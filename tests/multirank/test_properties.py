@@ -12,8 +12,12 @@ from multirank import checks, launch
 
 import cupyep
 
-check = settings(deadline=None, max_examples=60, derandomize=bool(os.environ.get("CI")),
-                 suppress_health_check=[HealthCheck.function_scoped_fixture])
+check = settings(
+    deadline=None,
+    max_examples=60,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 @st.composite
@@ -26,8 +30,10 @@ def cases(draw, num_ranks: int) -> Case:
         tokens=tuple(draw(st.lists(st.integers(0, 40), min_size=num_ranks, max_size=num_ranks))),
         num_local_experts=num_local_experts,
         seed=draw(st.integers(0, 2**16)),
-        **{name: draw(st.sampled_from(AXES[name])) for name in
-           ("routing", "dtype", "idx_dtype", "weights", "memory", "expert_output", "copy", "capacity")},
+        **{
+            name: draw(st.sampled_from(AXES[name]))
+            for name in ("routing", "dtype", "idx_dtype", "weights", "memory", "expert_output", "copy", "capacity")
+        },
     )
 
 
@@ -85,6 +91,7 @@ def test_tokens_are_conserved(case, backend):
 @given(case=st.integers(1, 4).flatmap(cases))
 def test_same_bits_every_time(case, backend):
     """Two runs give the same bits: nothing depends on which rank comes first."""
+
     def run(comm):
         with checks.open_buffer(comm, case, backend) as buffer:
             result = checks.check_dispatch(buffer, case, comm.rank, backend)

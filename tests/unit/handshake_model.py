@@ -16,11 +16,9 @@ COUNT, BARRIER, agree (the post of a PUSH or PULL, to compare signatures), misma
 the fastest rank may post e + 1 while the slowest has yet to read e (hence two slots, by parity), but waits there for
 all, so it never gets to e + 2. "Reached" is by signed difference, as epochs wrap.
 
-The model: a step is one store, read or wait, and memory is sequentially consistent: fences are the kernels' business.
-Words to oneself are left out, as nobody else sees them. A post's words and counts are one store, as nobody reads them
-before the epoch. A wait for several ranks is one step, as what has come does not go away. Reads and accesses go by
-ascending rank, as nobody sees their order; stores go in any order. Who moves rows may look at its abort word at any
-time or never. Each step moves its rank forward, so every run ends.
+The model: a step is one store, read or wait of sequentially consistent memory. Words to oneself are left out; a post's
+words and counts are one store, a wait for several ranks is one step; reads and accesses go by ascending rank: nobody
+sees the difference. Stores go in any order. Who moves rows looks at its abort word at any time or never.
 """
 
 from __future__ import annotations
@@ -132,7 +130,8 @@ class Model:
         self.done = [[next(byte) for _ in self.ranks] for _ in self.ranks]  # [owner][sender]
         # Posts, [owner][parity][sender]. words: 1 + the call that stored them, what a reader would take for its own.
         self.epoch, self.status, self.words = (
-            [[[next(byte) for _ in self.ranks] for _ in range(2)] for _ in self.ranks] for _ in range(3))
+            [[[next(byte) for _ in self.ranks] for _ in range(2)] for _ in self.ranks] for _ in range(3)
+        )
         self.num_bytes = next(byte)
         self.peers = [len(self.members) - 1 - (1 << r) for r in self.ranks]  # masks
         self.plans = [[self.plan(r, call) for call in self.calls] for r in self.ranks]
@@ -144,13 +143,17 @@ class Model:
         partners = {other for pair in call.rows if r in pair for other in pair} - {r}
         return partners or {r} if call.moves and not self.rules.wait_for_all else self.everyone - {r}
 
+    def behind(self, state, words, r: int, peer: int, call: int) -> bool:
+        """Whether `peer`'s epoch word is still before that of `call`, by signed difference."""
+        return peer != r and (state[words[peer]] - self.epochs[call]) % self.modulus >= self.modulus // 2
+
     def plan(self, r: int, call: Call) -> list[tuple[Phase, int]]:
         """The phases of a call that ends well, each with the mask of the peers it concerns."""
         peers, heard = self.peers[r], sum(1 << s for s in self.heard(r, call))
         owners = sum(1 << owner for rank, owner in call.rows if rank == r)
         post = [(Phase.STORE_WORDS, peers), (Phase.RELEASE_EPOCH, peers)][:: 1 if self.rules.epoch_last else -1]
-        read = [(Phase.AWAIT_POSTS, heard), (Phase.READ_POSTS, heard),
-                (Phase.READ_COUNTS, heard * (call.operation is Operation.COUNT))]
+        counts = heard * (call.operation is Operation.COUNT)
+        read = [(Phase.AWAIT_POSTS, heard), (Phase.READ_POSTS, heard), (Phase.READ_COUNTS, counts)]
         move = [(Phase.ACCESS, owners), (Phase.STORE_DONE, peers), (Phase.AWAIT_DONE, heard * self.rules.wait_done)]
         return [(phase, mask) for phase, mask in post + read + move * call.moves if mask]
 
@@ -169,8 +172,9 @@ class Model:
             yield "leaves by the abort word of", r, self.leave(bytearray(state), r)
         if phase in WAITS:
             words = self.done[r] if phase is Phase.AWAIT_DONE else self.epoch[r][self.slots[call]]
-            late = [peer for peer in self.members[mask] if phase is Phase.AWAIT_ABORT or (  # signed difference < 0
-                peer != r and (state[words[peer]] - self.epochs[call]) % self.modulus >= self.modulus // 2)]
+            late = [
+                p for p in self.members[mask] if phase is Phase.AWAIT_ABORT or self.behind(state, words, r, p, call)
+            ]
             if not late:
                 yield f"{phase.name} ends for", r, self.served(bytearray(state), r, mask)
             elif r in self.scenario.deadlines:
@@ -250,8 +254,8 @@ class Model:
         if phase == Phase.READ_POSTS:
             got, expected = call.verdict(self.heard(r, call) | {r}), call.verdict(self.everyone)
             if got != expected:
-                raise Broken(Property.VERDICTS_DIFFER, f"rank {r} in call {index + 1}: expected {expected}, got {got}")
-            following = following if got == "ok" else []
+                raise Broken(Property.VERDICTS_DIFFER, f"rank {r}, call {index + 1}: expected {expected}, got {got}")
+            following *= got == "ok"
         if not following:
             new[self.call[r]] = index + 1
             following = self.plans[r][index + 1] if index + 1 < len(self.calls) else [(Phase.FINISHED, 0)]
@@ -274,9 +278,7 @@ class Model:
 
 
 def explore(scenario: Scenario, rules: Rules = Rules()) -> tuple[int, set[tuple[Phase, ...]]]:
-    """Visit every reachable state, breadth first: (how many, every combination of phases in which the ranks may end).
-
-    Raises Broken with the shortest run that breaks a property."""
+    """All reachable states, breadth first: (how many, how the ranks may end). Broken: the shortest run that breaks."""
     model = Model(scenario, rules)
     queue, endings = [model.initial()], set()
     origins: dict[bytes, tuple[bytes, int, str, int] | None] = {queue[0]: None}  # the step that led to a state

@@ -40,8 +40,10 @@ def compile_prelude(prelude: str, more: str = "") -> None:
 
 def asserted_values(constants: dict[str, int]) -> str:
     """C text that compiles only when every constant has its value, in 64 bits and without a sign change."""
-    return "\n".join(f"static_assert(cfg::{name} == {value}{'ULL' if value >= 2**31 else 'LL'});"
-                     for name, value in constants.items())
+    return "\n".join(
+        f"static_assert(cfg::{name} == {value}{'ULL' if value >= 2**31 else 'LL'});"
+        for name, value in constants.items()
+    )
 
 
 @needs_nvrtc
@@ -65,14 +67,20 @@ def test_a_wrong_size_or_offset_does_not_compile(number: int) -> None:
     compile_prelude(text)
     claims = list(re.finditer(r"== (\d+)\);", text))
     assert [int(claim[1]) for claim in claims] == [32, 0, 8, 16, 24]  # sizeof, then a, b, c, d
-    wrong = text[:claims[number].start(1)] + str(int(claims[number][1]) + 1) + text[claims[number].end(1):]
+    wrong = text[: claims[number].start(1)] + str(int(claims[number][1]) + 1) + text[claims[number].end(1) :]
     with pytest.raises(CompileError, match="static assertion failed"):
         compile_prelude(wrong)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("change", [("unsigned char a;", "unsigned char a[9];"), ("unsigned char c;", ""),
-                                    ("char c;\n  long long d;", "char c, e[8];\n  long long d;")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("unsigned char a;", "unsigned char a[9];"),
+        ("unsigned char c;", ""),
+        ("char c;\n  long long d;", "char c, e[8];\n  long long d;"),
+    ],
+)
 def test_a_struct_that_drifts_on_the_c_side_does_not_compile(change: tuple[str, str]) -> None:
     text = abi.Struct("Shared", a="u8", b="u64", c="u8", d="i64").declaration()
     assert change[0] in text
@@ -83,8 +91,11 @@ def test_a_struct_that_drifts_on_the_c_side_does_not_compile(change: tuple[str, 
 @needs_nvrtc
 def test_constants_keep_their_values() -> None:
     edges = {f"kEdge{i}": value for i, value in enumerate((0, -1, -(2**31), 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1))}
-    compile_prelude(abi.emit(edges, ()), asserted_values({k: v for k, v in edges.items() if v >= 0})
-                    + "\nstatic_assert(cfg::kEdge1 == -1 && cfg::kEdge2 == -2147483647 - 1);")
+    compile_prelude(
+        abi.emit(edges, ()),
+        asserted_values({k: v for k, v in edges.items() if v >= 0})
+        + "\nstatic_assert(cfg::kEdge1 == -1 && cfg::kEdge2 == -2147483647 - 1);",
+    )
     with pytest.raises(CompileError, match="static assertion failed"):
         compile_prelude(abi.emit({"kSeven": 7}, ()), "static_assert(cfg::kSeven == 8);")
 
@@ -105,14 +116,22 @@ def test_a_record_holds_what_it_was_given() -> None:
 
 
 def test_a_post_starts_with_its_signature() -> None:
-    assert abi.POST.dtype.names is not None and abi.POST.dtype.names[:len(abi.SIGNATURE_FIELDS)] == abi.SIGNATURE_FIELDS
+    assert (
+        abi.POST.dtype.names is not None and abi.POST.dtype.names[: len(abi.SIGNATURE_FIELDS)] == abi.SIGNATURE_FIELDS
+    )
     assert abi.POST.dtype.itemsize % 16 == 0  # 128-bit stores
 
 
-@given(st.sampled_from(abi.AbortKind), st.sampled_from(abi.Operation), st.integers(0, abi.MAX_RANKS - 1),
-       st.integers(0, abi.MAX_RANKS - 1), st.integers(0, 2**32 - 1))
-def test_the_abort_word_gives_back_its_parts(kind: abi.AbortKind, operation: abi.Operation, rank: int, peer: int,
-                                             epoch: int) -> None:
+@given(
+    st.sampled_from(abi.AbortKind),
+    st.sampled_from(abi.Operation),
+    st.integers(0, abi.MAX_RANKS - 1),
+    st.integers(0, abi.MAX_RANKS - 1),
+    st.integers(0, 2**32 - 1),
+)
+def test_the_abort_word_gives_back_its_parts(
+    kind: abi.AbortKind, operation: abi.Operation, rank: int, peer: int, epoch: int
+) -> None:
     word = abi.pack_abort(kind, operation, rank, peer, epoch)
     assert 0 < word < 2**64
     assert abi.unpack_abort(word) == (kind, operation, rank, peer, epoch)
@@ -150,10 +169,16 @@ def test_views_alias_nothing(num_ranks: int) -> None:
     assert np.count_nonzero(memory) == sum(region.num_bytes for region in regions)
 
 
-@given(st.integers(1, 2**18), st.integers(0, abi.MAX_TOPK), st.sampled_from([0, 4, 8]), st.booleans(),
-       st.integers(0, 2**24))
-def test_row_blocks_hold_their_parts(row_bytes: int, num_topk: int, idx_bytes: int, with_weights: bool,
-                                     capacity: int) -> None:
+@given(
+    st.integers(1, 2**18),
+    st.integers(0, abi.MAX_TOPK),
+    st.sampled_from([0, 4, 8]),
+    st.booleans(),
+    st.integers(0, 2**24),
+)
+def test_row_blocks_hold_their_parts(
+    row_bytes: int, num_topk: int, idx_bytes: int, with_weights: bool, capacity: int
+) -> None:
     offsets = layout.RowLayout(row_bytes, num_topk, idx_bytes, with_weights).offsets(capacity)
     assert offsets["rows"] == 0
     assert offsets["idx"] >= capacity * row_bytes

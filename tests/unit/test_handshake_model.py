@@ -67,7 +67,8 @@ def assert_all_finish(scenario: Scenario, **rules: bool) -> None:
 
 @pytest.mark.parametrize("start", range(8))
 @pytest.mark.parametrize(
-    "scenario", [*ORDINARY.values(), TWO_RANKS, FAILED_FIRST], ids=[*ORDINARY, "two_ranks", "failed_first"])
+    "scenario", [*ORDINARY.values(), TWO_RANKS, FAILED_FIRST], ids=[*ORDINARY, "two_ranks", "failed_first"]
+)
 def test_all_ranks_finish_every_call_also_when_the_epoch_wraps(scenario: Scenario, start: int) -> None:
     assert_all_finish(replace(scenario, start=start, modulus=8))
 
@@ -82,8 +83,13 @@ def test_calls_that_end_badly_end_alike_and_the_next_call_works(rank: int) -> No
 
 @pytest.mark.parametrize(
     "scenario",
-    [Scenario(3, dispatch_combine(SWAP)), FAILED_FIRST, MISMATCH, LAST_WITHOUT_DONE,
-     replace(TWO_RANKS, start=5, modulus=8)],
+    [
+        Scenario(3, dispatch_combine(SWAP)),
+        FAILED_FIRST,
+        MISMATCH,
+        LAST_WITHOUT_DONE,
+        replace(TWO_RANKS, start=5, modulus=8),
+    ],
     ids=["dispatch_combine", "failed_first", "mismatch", "last_without_done", "two_ranks"],
 )
 def test_when_a_rank_stops_anywhere_the_others_leave_with_one_record(scenario: Scenario) -> None:
@@ -103,10 +109,14 @@ def test_the_deadline_of_one_rank_frees_the_others(rank: int) -> None:
 
 BLOCK = "rank . accesses .'s block of call 1"
 MUTANTS = [
-    *[("wait_for_all", scenario, Property.OVERWRITTEN, "rank 0 posts call . at ., which reads call .")
-      for scenario in ORDINARY.values()],
-    *[("double_buffered", scenario, Property.OVERWRITTEN, "rank . posts call 2 at ., which reads call 1")
-      for scenario in [*ORDINARY.values(), TWO_RANKS, FAILED_FIRST]],
+    *[
+        ("wait_for_all", scenario, Property.OVERWRITTEN, "rank 0 posts call . at ., which reads call .")
+        for scenario in ORDINARY.values()
+    ],
+    *[
+        ("double_buffered", scenario, Property.OVERWRITTEN, "rank . posts call 2 at ., which reads call 1")
+        for scenario in [*ORDINARY.values(), TWO_RANKS, FAILED_FIRST]
+    ],
     ("wait_for_all", MISMATCH, Property.VERDICTS_DIFFER, "rank 0 in call 1: expected mismatch, got ok"),
     ("epoch_last", ORDINARY["differing"], Property.STALE, "rank . in call 1 reads .'s words of call 0"),
     ("wait_done", ONE_CALL, Property.OUTSIDE_WINDOW, BLOCK),
@@ -126,7 +136,8 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "scenario", "broken", "detail"), MUTANTS, ids=[f"{rule}-{broken.name}" for rule, _, broken, _ in MUTANTS])
+    ("rule", "scenario", "broken", "detail"), MUTANTS, ids=[f"{rule}-{broken.name}" for rule, _, broken, _ in MUTANTS]
+)
 def test_each_rule_is_needed(rule: str, scenario: Scenario, broken: Property, detail: str) -> None:
     holds(scenario)
     with pytest.raises(Broken) as caught:

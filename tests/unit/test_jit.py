@@ -73,8 +73,13 @@ def test_an_edited_header_gives_a_new_cubin(sources: Path, compiled: list[str]) 
 def test_the_key_sees_everything_that_decides_the_cubin(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import nvrtc
 
-    keys = [REQUEST.key(), jit.Request("other", "sm_90", PRELUDE).key(), jit.Request("probe", "sm_100", PRELUDE).key(),
-            jit.Request("probe", "sm_90", PRELUDE + " ").key(), jit.Request("probe", "sm_90", PRELUDE, ("-G",)).key()]
+    keys = [
+        REQUEST.key(),
+        jit.Request("other", "sm_90", PRELUDE).key(),
+        jit.Request("probe", "sm_100", PRELUDE).key(),
+        jit.Request("probe", "sm_90", PRELUDE + " ").key(),
+        jit.Request("probe", "sm_90", PRELUDE, ("-G",)).key(),
+    ]
     header = sources / "cupyep" / "ptx" / "probe.cuh"
     header.rename(header.with_name("renamed.cuh"))
     keys.append(REQUEST.key())
@@ -158,10 +163,13 @@ def test_a_lock_that_is_never_released_costs_time_only(compiled: list[str], monk
     assert len(compiled) == 2
 
 
-@pytest.mark.parametrize("line, message", [
-    ("not C++ at all;", "identifier"),  # the compiler refuses it
-    ('asm volatile("no.such.opcode;");', "ptxas"),  # ptxas refuses it
-])
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("not C++ at all;", "identifier"),  # the compiler refuses it
+        ('asm volatile("no.such.opcode;");', "ptxas"),  # ptxas refuses it
+    ],
+)
 def test_an_error_carries_the_whole_log(sources: Path, line: str, message: str) -> None:
     (sources / "kernels" / "broken.cu").write_text(f'\nextern "C" __global__ void broken() {{\n{line}\n}}\n')
     with pytest.raises(CompileError) as caught:
@@ -178,8 +186,9 @@ def test_an_error_names_the_line_of_the_kernel_file(sources: Path) -> None:
         jit.build(jit.Request("broken", "sm_90", PRELUDE + "\n\n"))
 
 
-def test_a_cache_that_cannot_be_written_falls_back(compiled: list[str], sources: Path,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_falls_back(
+    compiled: list[str], sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (sources.parent / "file").touch()
     monkeypatch.setenv("CUPYEP_CACHE_DIR", str(sources.parent / "file" / "cache"))
     with pytest.warns(RuntimeWarning, match="CUPYEP_CACHE_DIR"):

@@ -23,15 +23,26 @@ SM_80 = {
     "out = mbarrier_test_wait_parity(m, n)": "mbarrier.test_wait.parity.shared::cta.b64",
     "out = createpolicy_fractional_evict_first()": "createpolicy.fractional.L2::evict_first.b64",
     "out = createpolicy_fractional_evict_last()": "createpolicy.fractional.L2::evict_last.b64",
-    **{f"out = ld_{order}_{scope}({var})": f"ld.{order}.{scope}.global.{kind}"
-       for order in ("relaxed", "acquire") for scope in ("gpu", "sys") for var, kind in (("&u", "u32"), ("&w", "u64"))},
-    **{f"st_{order}_{scope}({var}, n)": f"st.{order}.{scope}.global.{kind}"
-       for order in ("relaxed", "release") for scope in ("gpu", "sys") for var, kind in (("&u", "u32"), ("&w", "u64"))},
+    **{
+        f"out = ld_{order}_{scope}({var})": f"ld.{order}.{scope}.global.{kind}"
+        for order in ("relaxed", "acquire")
+        for scope in ("gpu", "sys")
+        for var, kind in (("&u", "u32"), ("&w", "u64"))
+    },
+    **{
+        f"st_{order}_{scope}({var}, n)": f"st.{order}.{scope}.global.{kind}"
+        for order in ("relaxed", "release")
+        for scope in ("gpu", "sys")
+        for var, kind in (("&u", "u32"), ("&w", "u64"))
+    },
     **{f"red_release_{scope}_add(&u, n)": f"red.release.{scope}.global.add.u32" for scope in ("gpu", "sys")},
     "out = atom_relaxed_gpu_add(&u, n)": "atom.relaxed.gpu.global.add.u32",
     **{f"out = atom_acq_rel_{scope}_add(&u, n)": f"atom.acq_rel.{scope}.global.add.u32" for scope in ("gpu", "sys")},
-    **{f"out = atom_acq_rel_{scope}_cas({var}, n, 3)": f"atom.acq_rel.{scope}.global.cas.{kind}"
-       for scope in ("gpu", "sys") for var, kind in (("&u", "b32"), ("&w", "b64"))},
+    **{
+        f"out = atom_acq_rel_{scope}_cas({var}, n, 3)": f"atom.acq_rel.{scope}.global.cas.{kind}"
+        for scope in ("gpu", "sys")
+        for var, kind in (("&u", "b32"), ("&w", "b64"))
+    },
     "out = ld_global_v4(g).w": "ld.global.L1::no_allocate.v4.u32",
     "st_global_v4(g, v)": "st.global.L1::no_allocate.v4.u32",
     "out = ld_shared_v4(s).w": "ld.shared.v4.u32",
@@ -62,14 +73,29 @@ SM_90 = {
     "cp_async_bulk_wait_group<3>()": "cp.async.bulk.wait_group 3",
     "cp_async_bulk_wait_group_read<3>()": "cp.async.bulk.wait_group.read 3",
     "cp_async_bulk_prefetch_l2(g, n)": "cp.async.bulk.prefetch.L2.global",
-    **{f"cp_reduce_async_bulk_s2g_{name}(g, s, n)": f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}"
-       for name, op in (("add_f32", "add.f32"), ("add_s32", "add.s32"), ("add_u32", "add.u32"),
-                        ("add_noftz_f16", "add.noftz.f16"), ("add_noftz_bf16", "add.noftz.bf16"))},
+    **{
+        f"cp_reduce_async_bulk_s2g_{name}(g, s, n)": f"cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}"
+        for name, op in (
+            ("add_f32", "add.f32"),
+            ("add_s32", "add.s32"),
+            ("add_u32", "add.u32"),
+            ("add_noftz_f16", "add.noftz.f16"),
+            ("add_noftz_bf16", "add.noftz.bf16"),
+        )
+    },
     "prefetch_tensormap(&map)": "prefetch.tensormap",
-    **{f"cp_async_bulk_tensor_{d}d_g2s(s, &map, {', '.join(COORDINATES[:d])}, m)":
-       f"cp.async.bulk.tensor.{d}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes" for d in range(1, 6)},
-    **{f"cp_async_bulk_tensor_{d}d_s2g(&map, {', '.join(COORDINATES[:d])}, s)":
-       f"cp.async.bulk.tensor.{d}d.global.shared::cta.tile.bulk_group" for d in range(1, 6)},
+    **{
+        f"cp_async_bulk_tensor_{d}d_g2s(s, &map, {', '.join(COORDINATES[:d])}, m)": (
+            f"cp.async.bulk.tensor.{d}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        )
+        for d in range(1, 6)
+    },
+    **{
+        f"cp_async_bulk_tensor_{d}d_s2g(&map, {', '.join(COORDINATES[:d])}, s)": (
+            f"cp.async.bulk.tensor.{d}d.global.shared::cta.tile.bulk_group"
+        )
+        for d in range(1, 6)
+    },
     "fence_proxy_async()": "fence.proxy.async",
     "fence_proxy_async_shared_cta()": "fence.proxy.async.shared::cta",
     "fence_proxy_async_global()": "fence.proxy.async.global",
@@ -91,8 +117,9 @@ extern "C" __global__ void call{i}(char* g, u32& u, u64& w, uint4 v, int n, cons
 """
     includes = "".join(f"#include <cupyep/ptx/{name}.cuh>\n" for name in HEADERS)
     head = includes + "using namespace cupyep::ptx;\nstruct alignas(64) Map { char bytes[128]; };\n"
-    return head + "".join(body.format(i=i, call=call, returns=int(call.startswith("out")))
-                          for i, call in enumerate(calls))
+    return head + "".join(
+        body.format(i=i, call=call, returns=int(call.startswith("out"))) for i, call in enumerate(calls)
+    )
 
 
 def function_name(call: str) -> str:
@@ -107,15 +134,18 @@ def asm_statements(text: str) -> list[str]:
         while depth:
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
-        found.append(text[match.start():end])
+        found.append(text[match.start() : end])
     return found
 
 
 def unordered_asm(text: str) -> list[str]:
     """The asm statements that order memory accesses and do not tell the compiler so."""
     orders = r'"[^"]*(barrier|\bbar\.|fence|membar|acquire|release|acq_rel|relaxed|cp\.(reduce\.)?async|griddepcontrol)'
-    return [asm for asm in asm_statements(text)
-            if re.search(orders, asm) and not (re.match(r"asm\s+volatile", asm) and '"memory"' in asm)]
+    return [
+        asm
+        for asm in asm_statements(text)
+        if re.search(orders, asm) and not (re.match(r"asm\s+volatile", asm) and '"memory"' in asm)
+    ]
 
 
 @needs_nvrtc
@@ -181,9 +211,14 @@ def test_every_ordering_asm_has_a_memory_clobber() -> None:
     assert {path.name: bad for path in files if (bad := unordered_asm(path.read_text()))} == {}
 
 
-@pytest.mark.parametrize("text", [
-    'asm volatile("fence.acq_rel.sys;" ::);', 'asm("bar.sync 0;" ::: "memory");',
-    'asm volatile("{\\n\\t"\n "mbarrier.try_wait.b64 p, [%0];}" : "=r"(f(x)) : "r"(y));'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'asm volatile("fence.acq_rel.sys;" ::);',
+        'asm("bar.sync 0;" ::: "memory");',
+        'asm volatile("{\\n\\t"\n "mbarrier.try_wait.b64 p, [%0];}" : "=r"(f(x)) : "r"(y));',
+    ],
+)
 def test_the_clobber_check_sees_a_missing_one(text: str) -> None:
     assert unordered_asm(text) == [text[:-1]]
 
@@ -191,15 +226,20 @@ def test_the_clobber_check_sees_a_missing_one(text: str) -> None:
 @needs_nvrtc
 def test_machine_code() -> None:
     expected = {
-        "cp_async_bulk_g2s(s, g, n, m)": "UBLKCP.S.G", "cp_async_bulk_s2g(g, s, n)": "UBLKCP.G.S",
+        "cp_async_bulk_g2s(s, g, n, m)": "UBLKCP.S.G",
+        "cp_async_bulk_s2g(g, s, n)": "UBLKCP.G.S",
         "cp_reduce_async_bulk_s2g_add_f32(g, s, n)": "UBLKRED.G.S.ADD.F32",
         "cp_async_bulk_tensor_2d_g2s(s, &map, n, 1, m)": "UTMALDG.2D",
         "cp_async_bulk_tensor_2d_s2g(&map, n, 1, s)": "UTMASTG.2D",
-        "mbarrier_init(m, n)": "SYNCS.EXCH.64", "mbarrier_arrive_expect_tx(m, n)": "SYNCS.ARRIVE.TRANS64",
+        "mbarrier_init(m, n)": "SYNCS.EXCH.64",
+        "mbarrier_arrive_expect_tx(m, n)": "SYNCS.ARRIVE.TRANS64",
         "out = mbarrier_try_wait_parity(m, n)": "SYNCS.PHASECHK.TRANS64.TRYWAIT",
-        "out = elect_sync()": "ELECT", "fence_proxy_async_shared_cta()": "FENCE.VIEW.ASYNC.S",
-        "out = ld_acquire_sys(&u)": "LDG.E.STRONG.SYS", "st_release_sys(&u, n)": "MEMBAR.ALL.SYS",
-        "st_shared_v4(s, ld_global_v4(g))": "LDG.E.NA.128", "st_global_v4(g, v)": "STG.E.NA.128",
+        "out = elect_sync()": "ELECT",
+        "fence_proxy_async_shared_cta()": "FENCE.VIEW.ASYNC.S",
+        "out = ld_acquire_sys(&u)": "LDG.E.STRONG.SYS",
+        "st_release_sys(&u, n)": "MEMBAR.ALL.SYS",
+        "st_shared_v4(s, ld_global_v4(g))": "LDG.E.NA.128",
+        "st_global_v4(g, v)": "STG.E.NA.128",
     }
     code = sass(jit.compile_source("sass.cu", program(list(expected)), "sm_90")[0])
     for i, (call, mnemonic) in enumerate(expected.items()):
@@ -212,10 +252,12 @@ def test_the_example_of_tma_cuh_compiles() -> None:
     text = (ROOT / "cupyep" / "tma.cuh").read_text()
     example = "\n".join(re.findall(r"^//   (.*)$", text, flags=re.MULTILINE))
     assert "tma_load_1d" in example and "tma_store_wait<0>" in example
-    source = ("#include <cupyep/tma.cuh>\nusing namespace cupyep::tma;\n"
-              "__device__ void change(unsigned char* row) { row[threadIdx.x] += 1; }\n"
-              'extern "C" __global__ void example(unsigned char* dst, const unsigned char* src, unsigned num_rows) {\n'
-              f"{example}\n}}\n")
+    source = (
+        "#include <cupyep/tma.cuh>\nusing namespace cupyep::tma;\n"
+        "__device__ void change(unsigned char* row) { row[threadIdx.x] += 1; }\n"
+        'extern "C" __global__ void example(unsigned char* dst, const unsigned char* src, unsigned num_rows) {\n'
+        f"{example}\n}}\n"
+    )
     cubin, log = jit.compile_source("example.cu", source, "sm_90")
     assert "warning" not in log
     assert [sass(cubin)["example"].count(name) for name in ("UBLKCP.S.G", "UBLKCP.G.S")] == [1, 1]

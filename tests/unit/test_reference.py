@@ -71,8 +71,12 @@ def test_combine_by_hand():
 
 def sum_of_three(values: list[float], dtype: np.dtype) -> np.ndarray:
     """A token that rank 0 sends to three ranks, which answer with `values` in order of their rank."""
-    received = reference.dispatch([np.zeros((1, 1), dtype)] + [np.zeros((0, 1), dtype)] * 2,
-                                  [np.array([[2, 0, 1]])] + [np.zeros((0, 3), int)] * 2, None, num_experts=3)
+    received = reference.dispatch(
+        [np.zeros((1, 1), dtype)] + [np.zeros((0, 1), dtype)] * 2,
+        [np.array([[2, 0, 1]])] + [np.zeros((0, 3), int)] * 2,
+        None,
+        num_experts=3,
+    )
     return reference.combine([np.array([[value]], dtype) for value in values], received, [1, 0, 0])[0][0, 0]
 
 
@@ -90,11 +94,25 @@ def test_combine_rounds_once(dtype, ulp):
 
 
 BF16_TABLE = [  # float32 bits -> bfloat16 bits
-    (0x00000000, 0x0000), (0x80000000, 0x8000), (0x3F800000, 0x3F80),
-    (0x3F808000, 0x3F80), (0x3F818000, 0x3F82), (0x3F808001, 0x3F81), (0x3F807FFF, 0x3F80),  # ties and their neighbours
-    (0x00000001, 0x0000), (0x00010000, 0x0001), (0x00018000, 0x0002), (0x00008001, 0x0001),  # denormals
-    (0x007FFFFF, 0x0080), (0x7F7FFFFF, 0x7F80), (0xFF7FFFFF, 0xFF80),  # up to the least normal number; up to inf
-    (0x7F800000, 0x7F80), (0xFF800000, 0xFF80), (0x7FC00000, 0x7FC0), (0x7F800001, 0x7FC0), (0xFFFFFFFF, 0xFFFF),
+    (0x00000000, 0x0000),
+    (0x80000000, 0x8000),
+    (0x3F800000, 0x3F80),
+    (0x3F808000, 0x3F80),
+    (0x3F818000, 0x3F82),
+    (0x3F808001, 0x3F81),
+    (0x3F807FFF, 0x3F80),  # ties and their neighbours
+    (0x00000001, 0x0000),
+    (0x00010000, 0x0001),
+    (0x00018000, 0x0002),
+    (0x00008001, 0x0001),  # denormals
+    (0x007FFFFF, 0x0080),
+    (0x7F7FFFFF, 0x7F80),
+    (0xFF7FFFFF, 0xFF80),  # up to the least normal number; up to inf
+    (0x7F800000, 0x7F80),
+    (0xFF800000, 0xFF80),
+    (0x7FC00000, 0x7FC0),
+    (0x7F800001, 0x7FC0),
+    (0xFFFFFFFF, 0xFFFF),
 ]
 
 
