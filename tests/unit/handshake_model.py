@@ -231,7 +231,6 @@ class Model:
             new[self.status[d][slot][r]] = Status.REVOKED
 
     def enter(self, new: bytearray, r: int, phase: Phase, todo: int = 0) -> bytes:
-        """Rank `r` goes on to `phase` in `new`, the state being built."""
         new[self.phase[r]], new[self.todo[r]] = phase, todo
         return bytes(new)
 
@@ -254,7 +253,7 @@ class Model:
         if phase == Phase.READ_POSTS:
             got, expected = call.verdict(self.heard(r, call) | {r}), call.verdict(self.everyone)
             if got != expected:
-                raise Broken(Property.VERDICTS_DIFFER, f"rank {r}, call {index + 1}: expected {expected}, got {got}")
+                raise Broken(Property.VERDICTS_DIFFER, f"rank {r} in call {index + 1}: expected {expected}, got {got}")
             following *= got == "ok"
         if not following:
             new[self.call[r]] = index + 1
