@@ -77,7 +77,7 @@ class Buffer(Group):
         backend = self._ready("dispatch")
         x = backend.asarray("x", x)
         checks.payload("x", x)
-        sms = self._sms(num_sms)
+        sms = self._sms(backend, num_sms)
         if handle is not None:
             return self._cached_dispatch(backend, x, topk_idx, topk_weights, handle, copy, sms)
         if topk_idx is None:
@@ -101,9 +101,11 @@ class Buffer(Group):
                 if theirs is not None:
                     checks.same(name, backend.asnumpy(theirs), backend.asnumpy(expected))
         with self._watch():
-            recv_x, recv_idx, recv_weights, handle, event = backend.dispatch(
+            recv_x, recv_idx, recv_weights, handle, event, bad_id = backend.dispatch(
                 x, topk_idx, topk_weights, num_experts, copy=copy, num_sms=sms
             )
+        if bad_id is not None:  # the operation was carried through with -1 in its place, so no peer suffers
+            raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {bad_id}")
         return DispatchResult(recv_x, recv_idx, recv_weights, handle.num_recv_tokens_per_expert, handle, event)
 
     def _cached_dispatch(
@@ -145,7 +147,7 @@ class Buffer(Group):
         if topk_weights is not None:
             topk_weights = backend.asarray("topk_weights", topk_weights)
             checks.topk_weights(topk_weights, (handle.num_recv_tokens, handle.num_topk))
-        sms = self._sms(num_sms)
+        sms = self._sms(backend, num_sms)
         with self._watch():
             return CombineResult(*backend.combine(x, handle, topk_weights, num_sms=sms))
 
@@ -165,8 +167,11 @@ class Buffer(Group):
         per_rank, per_expert, in_rank, event = backend.layout(topk_idx, num_experts, strict=True)
         return DispatchLayout(per_rank, None, per_expert, in_rank, event)
 
-    def _sms(self, num_sms: int | None) -> int | None:
-        return Buffer.num_sms if num_sms is None else checks.integer("num_sms", num_sms, 1)
+    def _sms(self, backend: Any, num_sms: int | None) -> int | None:
+        most = backend.max_num_sms
+        if num_sms is not None:
+            return checks.integer("num_sms", num_sms, 1, most)
+        return min(Buffer.num_sms, most) if Buffer.num_sms and most else Buffer.num_sms
 
     @staticmethod
     def _check_handle(backend: Any, handle: Any) -> None:

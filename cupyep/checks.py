@@ -17,6 +17,10 @@ DTYPES = {
 }
 
 
+MAX_TOKENS = 2**31 - 1  # of a rank: places are 32-bit
+MAX_ROW_BYTES = 2**31 - 1
+
+
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int within [low, high]."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
@@ -39,6 +43,8 @@ def payload(name: str, array: Any) -> None:
         raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {array.dtype}")
     if array.shape[1] == 0:
         raise ValueError(f"{name}: expected at least 1 column, got shape {tuple(array.shape)}")
+    if array.shape[1] * array.dtype.itemsize > MAX_ROW_BYTES:
+        raise ValueError(f"{name}: expected rows of less than 2 GiB, got shape {tuple(array.shape)} of {array.dtype}")
 
 
 def rows(name: str, array: Any, expected: int, what: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from cupyep import checks
+
+MAX_TIMEOUT_S = 1_000_000  # eleven days; whoever wants longer wants None
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,13 @@ class BufferConfig:
         if not isinstance(self.low_latency_mode, bool):
             raise TypeError(f"low_latency_mode: expected a bool, got {self.low_latency_mode!r}")
         if self.max_tokens_per_rank is not None:
-            checks.integer("max_tokens_per_rank", self.max_tokens_per_rank, 1, 2**31 - 1)
+            checks.integer("max_tokens_per_rank", self.max_tokens_per_rank, 1, checks.MAX_TOKENS)
         if self.backend not in ("auto", "numpy", "cuda"):
             raise ValueError(f"backend: expected 'auto', 'numpy' or 'cuda', got {self.backend!r}")
         if self.timeout_s is not None:
-            if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, (int, float)):
+            if isinstance(self.timeout_s, bool) or not isinstance(
+                self.timeout_s, (int, float, np.integer, np.floating)
+            ):
                 raise TypeError(f"timeout_s: expected a number of seconds or None, got {self.timeout_s!r}")
-            if not (self.timeout_s > 0 and math.isfinite(self.timeout_s)):
+            if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
                 raise ValueError(f"timeout_s: expected a positive number of seconds or None, got {self.timeout_s!r}")

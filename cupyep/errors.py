@@ -39,10 +39,10 @@ class MismatchError(CupyepError, RuntimeError):
 
 
 class PeerError(CupyepError, RuntimeError):
-    """A peer left a collective operation: it raised, closed its buffer or exited.
+    """A peer left the group: its program raised, or it met an error that no other rank has.
 
     Args:
-        operation: the operation that was waiting.
+        operation: what the rank that noticed was doing; of a rank that raised, what it did last.
         epoch: its number on its channel (0 for host collectives).
         rank: the rank that noticed first.
         peer: the rank at fault.

@@ -14,7 +14,7 @@ from cupyep import abi, backends, checks
 from cupyep.backends.base import Shape
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
-from cupyep.errors import CupyepError, MismatchError, PeerError, StateError
+from cupyep.errors import ArenaExhaustedError, CupyepError, MismatchError, PeerError, PeerTimeoutError, StateError
 from cupyep.layout import RowLayout
 
 Self = TypeVar("Self", bound="Group")
@@ -41,11 +41,18 @@ class Group:
         config = BufferConfig(num_nvl_bytes, num_rdma_bytes, low_latency_mode, max_tokens_per_rank, backend, timeout_s)
         group = connect(comm, timeout_s)
         self.rank, self.size = group.rank, group.size
+        self._comm, self._timeout_s = group, timeout_s
+        self._left: CupyepError | None = None  # the last error that all ranks raised alike: they are in step after it
         checks.integer("comm.size", group.size, 1, abi.MAX_RANKS)
         agreed = {name: value for name, value in vars(config).items() if name != "timeout_s"}
-        group.agree("Buffer", agreed, timeout_s=timeout_s)
-        self._comm, self._timeout_s = group, timeout_s
-        self._backend = backends.create(group, config, device, Group.num_sms)
+        try:
+            group.agree("Buffer", agreed, timeout_s=timeout_s)
+            self._backend = backends.create(group, config, device, Group.num_sms)
+        except PeerTimeoutError:
+            raise
+        except (CupyepError, OSError):  # told to all ranks by all, so the group can be given back
+            group.free()
+            raise
         self.backend: str = self._backend.name
 
     @staticmethod
@@ -74,10 +81,16 @@ class Group:
         Sync: collective; blocks.
         """
         backend = self._ready("prepare")
+        checks.payload("dtype", np.empty((0, checks.integer("hidden", hidden, 1)), np.dtype(dtype)))
+        if np.dtype(idx_dtype) not in (np.int32, np.int64):
+            raise TypeError(f"idx_dtype: expected int32 or int64, got {np.dtype(idx_dtype)}")
+        if not isinstance(with_weights, bool):
+            raise TypeError(f"with_weights: expected a bool, got {with_weights!r}")
         dtype, idx_bytes = np.dtype(dtype), np.dtype(idx_dtype).itemsize
-        checks.payload("dtype", np.empty((0, checks.integer("hidden", hidden, 1)), dtype))
         checks.integer("num_topk", num_topk, 1, abi.MAX_TOPK)
-        most = checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1) if max_tokens_per_rank is not None else 0
+        most = 0
+        if max_tokens_per_rank is not None:
+            most = checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1, checks.MAX_TOKENS)
         self._check_num_tokens(backend, most)
         row_bytes = hidden * dtype.itemsize
         arguments = {"hidden": hidden, "dtype": dtype.name, "num_topk": num_topk, "idx_dtype": np.dtype(idx_dtype).name}
@@ -106,8 +119,9 @@ class Group:
 
         Raises ArenaExhaustedError; prepare() or a first dispatch sizes the arena.
         """
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self._ready("empty").empty(shape, np.dtype(dtype))
+        extents = shape if isinstance(shape, (tuple, list)) else (shape,)
+        whole = tuple(checks.integer("shape", extent, 0) for extent in extents)
+        return self._ready("empty").empty(whole, np.dtype(dtype))
 
     @contextmanager
     def allocator(self) -> Iterator[None]:
@@ -156,15 +170,9 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend = self._backend
-        if (
-            error is not None
-            and backend is not None
-            and backend.broken is None
-            and not isinstance(error, MismatchError)
-        ):
-            # This rank's program failed: the peers must not wait for it until their deadline. (All raise a mismatch.)
-            backend.broken = error if isinstance(error, CupyepError) else StateError(f"the program raised {error!r}")
-            backend.abort()
+        if error is not None and backend is not None and error is not self._left:
+            # This rank's program failed: the peers must not wait for it until their deadline.
+            self._abandon(backend, error)
         self.close()
 
     def __del__(self) -> None:
@@ -186,12 +194,25 @@ class Group:
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """A peer's failure breaks the Buffer; a mismatch or a full arena leaves it usable on every rank."""
+        """What a collective call raises: all ranks alike, which leaves the Buffer usable, or the end of the Buffer."""
+        backend = self._backend
         try:
             yield
-        except PeerError as error:
-            self._backend.broken = error
+        except (MismatchError, ArenaExhaustedError, StateError) as error:
+            self._left = error
             raise
+        except BaseException as error:  # also out of memory, Ctrl-C: the operation is half done
+            self._abandon(backend, error)
+            raise
+
+    @staticmethod
+    def _abandon(backend: Any, error: BaseException) -> None:
+        """This rank leaves the group for good, and tells the peers if they have not told us."""
+        if backend.broken is None:
+            is_ours = isinstance(error, CupyepError)
+            backend.broken = error if is_ours else StateError(f"{type(error).__name__} was raised here: {error}")
+            if not isinstance(error, PeerError):
+                backend.abort()
 
     def _check_num_tokens(self, backend: Any, num_tokens: int) -> None:
         most = backend.agreed_max_tokens

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from cupyep.backends.base import Backend
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
+from cupyep.errors import StateError
 
 
 def create(comm: Communicator, config: BufferConfig, device: int | None, num_sms: int | None) -> Backend:
@@ -18,12 +19,21 @@ def create(comm: Communicator, config: BufferConfig, device: int | None, num_sms
         usable = comm.allgather(cuda_usable(), operation="Buffer", timeout_s=config.timeout_s)
         name = "cuda" if all(usable) else "numpy"
     if name == "cuda":
+        comm.together("Buffer", require_cuda, timeout_s=config.timeout_s)
         from cupyep.backends.cuda.backend import CudaBackend
 
         return CudaBackend(comm, config, device, num_sms)
     from cupyep.backends.numpy.backend import NumpyBackend
 
     return NumpyBackend(comm, config)
+
+
+def require_cuda() -> None:
+    """Raises StateError where the CUDA backend cannot run, with what is missing."""
+    if importlib.util.find_spec("cupy") is None:
+        raise StateError("backend: 'cuda' needs CuPy: install the extra cuda12 or cuda13 of cupyep")
+    if not cuda_usable():
+        raise StateError("backend: 'cuda' needs a GPU, CuPy sees none; 'cupyep doctor' tells more")
 
 
 def cuda_usable() -> bool:

@@ -101,7 +101,7 @@ class Backend(ABC):
     def dispatch(
         self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
     ) -> tuple:
-        """(recv_x, recv_topk_idx, recv_topk_weights, handle, event). Collective."""
+        """(recv_x, recv_topk_idx, recv_topk_weights, handle, event, an id out of range or None). Collective."""
 
     @abstractmethod
     def cached_dispatch(self, x: Any, handle: Any, *, copy: bool, num_sms: int | None) -> tuple:
@@ -131,6 +131,11 @@ class Backend(ABC):
     @abstractmethod
     def record_stream(self, array: Any, stream: Any) -> None:
         """The array's block is not reused before the stream's present work is done."""
+
+    @property
+    def max_num_sms(self) -> int | None:
+        """The SMs that one call may take, or None where there are none."""
+        return None
 
     def comm_stream(self) -> Any:
         """The stream that operations run on, or None."""

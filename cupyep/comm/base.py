@@ -22,6 +22,7 @@ class Communicator(ABC):
     rank: int
     size: int
     in_process: bool
+    watch: Callable[[], None] | None = None  # called in waits: raises when the group has been left
 
     @abstractmethod
     def allgather(self, value: Any, *, operation: str, timeout_s: float | None) -> list[Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from cupyep import checks
 from cupyep.comm.base import Communicator
 from cupyep.errors import PeerError, PeerTimeoutError
 
@@ -110,8 +111,7 @@ def run_threads(
     context: Callable[[int], AbstractContextManager[None]],
 ) -> list[Any]:
     """As cupyep.run_local, each thread within `context(rank)`."""
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ValueError(f"num_ranks: expected an int of at least 1, got {num_ranks!r}")
+    num_ranks = checks.integer("num_ranks", num_ranks, 1)
     group = _Group(num_ranks, {}, threading.Condition())
     results: list[Any] = [None] * num_ranks
     errors: dict[int, BaseException] = {}
@@ -133,10 +133,17 @@ def run_threads(
     for thread in threads:
         thread.start()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    for rank, thread in enumerate(threads):
-        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-        if thread.is_alive() and not errors:
-            raise TimeoutError(f"run_local: rank {rank} is still running after {timeout_s} s")
+    try:
+        for rank, thread in enumerate(threads):
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if thread.is_alive() and not errors:
+                raise TimeoutError(f"run_local: rank {rank} is still running after {timeout_s} s")
+    except BaseException:  # also Ctrl-C: the threads must not wait for each other any longer
+        with group.condition:
+            for rank in range(num_ranks):
+                group.fail(rank, "was given up by run_local")
+            group.condition.notify_all()
+        raise
     if errors:
         own = [rank for rank in sorted(errors) if not isinstance(errors[rank], PeerError)]
         raise errors[own[0] if own else min(errors)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import mpi4py
@@ -13,6 +13,7 @@ from cupyep.comm.base import Communicator
 from cupyep.errors import PeerTimeoutError
 
 _NUM_TAGS = 32767  # what every MPI library has to offer
+_unfinished: dict[int, tuple[MPI.Intracomm, MPI.Request]] = {}  # by the caller's communicator: see _duplicate
 
 
 class MpiCommunicator(Communicator):
@@ -28,45 +29,73 @@ class MpiCommunicator(Communicator):
         self.rank, self.size = comm.rank, comm.size
         self._step = 0
         self._sends: list[MPI.Request] = []
-        self._tags: Sequence[int]
-        # Idup cannot tell who does not come. So all say hello first, on the caller's communicator, with the largest tag
-        # that MPI has: only a receive of any tag that is outstanding now could take it.
-        self._comm, self._tags = comm, (int(comm.Get_attr(MPI.TAG_UB) or _NUM_TAGS),)
-        self.allgather(None, operation="Buffer", timeout_s=timeout_s)
-        self._comm, request = comm.Idup()
-        self._tags = range(_NUM_TAGS)
+        self._meet(comm, timeout_s)
+        self._comm = self._duplicate(comm, timeout_s)
+
+    def _meet(self, comm: MPI.Intracomm, timeout_s: float | None) -> None:
+        """Collective: all ranks are here now. MPI's Idup, which follows, could not tell who does not come.
+
+        A hello counts once its echo is back, so what an earlier, timed-out attempt has left behind counts for nothing.
+        These messages go over the caller's communicator with the largest tag that MPI has: only a receive of any tag
+        that is outstanding now could take one.
+        """
+        tag, number = int(comm.Get_attr(MPI.TAG_UB) or _NUM_TAGS), secrets.randbits(62)
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        sends = [comm.isend(("hello", number), peer, tag) for peer in peers]
+        absent, start = set(peers), time.monotonic()
+        while absent:
+            for peer in peers:
+                while (message := comm.improbe(peer, tag)) is not None:
+                    kind, theirs = message.recv()
+                    if kind == "hello":
+                        sends.append(comm.isend(("echo", theirs), peer, tag))
+                    elif theirs == number:
+                        absent.discard(peer)
+            if absent:
+                self._pause(start, timeout_s, "Buffer", min(absent))
+        self._sends += sends  # small, and received by now or soon
+
+    def _duplicate(self, comm: MPI.Intracomm, timeout_s: float | None) -> MPI.Intracomm:
+        """Collective. A duplicate that could not be completed in time is the one to complete at the next attempt."""
+        key = comm.py2f()
+        duplicate, request = _unfinished.pop(key) if key in _unfinished else comm.Idup()
         start = time.monotonic()
         while not request.Test():
-            self._pause(start, timeout_s, "Buffer", (self.rank + 1) % self.size)
+            try:
+                self._pause(start, timeout_s, "Buffer", (self.rank + 1) % self.size)
+            except PeerTimeoutError:
+                _unfinished[key] = duplicate, request
+                raise
+        return duplicate
 
     def allgather(self, value: Any, *, operation: str, timeout_s: float | None) -> list[Any]:
         """Collective: every rank's `value`, pickled, in rank order."""
-        tag = self._tags[self._step % len(self._tags)]
+        tag = self._step % _NUM_TAGS
         self._step += 1
         self._sends = [send for send in self._sends if not send.Test()]
         self._sends += [self._comm.isend(value, peer, tag) for peer in range(self.size) if peer != self.rank]
         received = {self.rank: value}
         start = time.monotonic()
-        while len(received) < self.size:
-            missing = [peer for peer in range(self.size) if peer not in received]
+        while missing := [peer for peer in range(self.size) if peer not in received]:
             for peer in missing:
                 message = self._comm.improbe(peer, tag)
                 if message is not None:
                     received[peer] = message.recv()
-            if missing and len(received) < self.size:
-                self._pause(
-                    start, timeout_s, operation, next(peer for peer in range(self.size) if peer not in received)
-                )
+            if absent := [peer for peer in missing if peer not in received]:
+                self._pause(start, timeout_s, operation, absent[0])
         return [received[peer] for peer in range(self.size)]
 
     def _pause(self, start: float, timeout_s: float | None, operation: str, missing: int) -> None:
+        if self.watch is not None:
+            self.watch()
         waited = time.monotonic() - start
         if timeout_s is not None and waited >= timeout_s:
             raise PeerTimeoutError(operation, 0, self.rank, missing, waited)
         time.sleep(0 if waited < 0.002 else 0.0005)  # ranks may outnumber cores
 
     def free(self) -> None:
-        MPI.Request.Waitall(self._sends)  # every rank has passed the last barrier: all messages were received
+        self.watch = None
+        MPI.Request.Waitall(self._sends)  # every rank has passed the last collective: all messages were received
         self._comm.Free()
 
 
@@ -74,10 +103,10 @@ def communicator(comm: Any, timeout_s: float | None) -> MpiCommunicator:
     """Wraps an mpi4py intracommunicator (None: COMM_WORLD). Collective."""
     if comm is None:
         comm = MPI.COMM_WORLD
-    if not isinstance(comm, MPI.Intracomm):
-        raise TypeError(f"comm: expected an mpi4py intracommunicator, got {type(comm).__name__}")
     if comm == MPI.COMM_NULL:
         raise ValueError("comm: expected a communicator that this rank belongs to, got MPI.COMM_NULL")
+    if not isinstance(comm, MPI.Intracomm):
+        raise TypeError(f"comm: expected an mpi4py intracommunicator, got {type(comm).__name__}")
     return MpiCommunicator(comm, timeout_s)
 
 

@@ -42,7 +42,7 @@ def run_rank(rank: int, connection: Connection) -> None:
     config = BufferConfig(backend="numpy", timeout_s=TIMEOUT_S)
     backend = NumpyBackend(PipeCommunicator(rank, connection), config)
     x, topk_idx = np.full((1, 8), 1 + rank, np.float32), np.array([[0, 1]])
-    recv_x, _, _, handle, _ = backend.dispatch(x, topk_idx, None, 2, copy=False, num_sms=None)
+    recv_x, _, _, handle, *_ = backend.dispatch(x, topk_idx, None, 2, copy=False, num_sms=None)
     combined_x, _, _ = backend.combine(recv_x, handle, None, num_sms=None)
     got = recv_x[:, 0].tolist(), combined_x[:, 0].tolist()
     backend.close(collective=True)

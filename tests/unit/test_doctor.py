@@ -101,7 +101,7 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 
 
 def test_a_cache_that_is_not_there_yet_is_not_made(tmp_path):
-    facts = facts_of(CUPYEP_CACHE_DIR=str(tmp_path / "a" / "b"), HOME="/nonexistent")
+    facts = facts_of(CUPYEP_CACHE_DIR=str(tmp_path / "a" / "b"), HOME="/proc/nonexistent")
     assert facts["cache"] == {"folder": str(tmp_path / "a" / "b"), "num_bytes": 0, "writable": True}
     assert list(tmp_path.iterdir()) == []
 

@@ -16,7 +16,6 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from cupyep import checks
 from cupyep.abi import AbortKind, Operation, Verdict
 from cupyep.backends.base import Capacity, Shape
 from cupyep.backends.cuda import devices
@@ -59,6 +58,7 @@ class CudaBackend(Session):
         self._arena = Arena(self._comm, self._device, initial, capacity.heap_bytes, timeout_s)
         self._blocks = Blocks(self._arena, self._comm_stream)
         self._launcher = Launcher(self._arena, self._kernels, self._comm, timeout_s, self._comm_stream.stream)
+        self._comm.watch = self._launcher.check_abort
         if old is not None:
             self._comm_stream.stream.synchronize()
             old.close(collective=True)
@@ -82,7 +82,7 @@ class CudaBackend(Session):
     def dispatch(
         self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
     ) -> tuple:
-        sms, handle_id, size = self._sms(num_sms), self._handle_id, self._comm.size
+        sms, handle_id, size = num_sms or self._max_num_sms, self._handle_id, self._comm.size
         rows = RowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1], topk_idx.itemsize, topk_weights is not None)
         shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
         with self._operation() as current:
@@ -120,8 +120,6 @@ class CudaBackend(Session):
                 blocks = granted
             arrays = received(blocks, rows.parts(num_recv), shape, num_recv, topk_idx.dtype)
             event = self._finish(current)
-            if counted.bad_id is not None:  # the operation goes on, so no peer suffers
-                raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {counted.bad_id}")
             if copy:
                 arrays = tuple(None if array is None else array.copy() for array in arrays)
         handle = CudaHandle(
@@ -135,10 +133,10 @@ class CudaBackend(Session):
             owner=self,
             routing=Routing(handle_id, num_experts, order, words, num_recv),
         )
-        return *arrays, handle, event
+        return *arrays, handle, event, counted.bad_id
 
     def cached_dispatch(self, x: Any, handle: CudaHandle, *, copy: bool, num_sms: int | None) -> tuple:
-        sms, rows = self._sms(num_sms), RowLayout(x.shape[1] * x.itemsize)
+        sms, rows = num_sms or self._max_num_sms, RowLayout(x.shape[1] * x.itemsize)
         shape, num_recv = Shape(Operation.PUSH, x.shape[1], x.dtype, rows), handle.num_recv_tokens
         with self._operation() as current:
             self._agree(shape, handle, current)
@@ -152,7 +150,7 @@ class CudaBackend(Session):
     # combine
 
     def combine(self, x: Any, handle: CudaHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
-        sms, with_weights = self._sms(num_sms), topk_weights is not None
+        sms, with_weights = num_sms or self._max_num_sms, topk_weights is not None
         rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk, 0, with_weights)
         shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
         with self._operation() as current:
@@ -212,12 +210,14 @@ class CudaBackend(Session):
             self._launcher.check()
             self._ensure(shape)
 
-    def _sms(self, num_sms: int | None) -> int:
-        return self._max_num_sms if num_sms is None else checks.integer("num_sms", num_sms, 1, self._max_num_sms)
+    @property
+    def max_num_sms(self) -> int:
+        return self._max_num_sms
 
     def check(self) -> None:
         with cupy.cuda.Device(self._device):
             self._host_wait(self._comm_stream.record())
+            self._launcher.check()
             self._launcher.check_abort()
 
     def abort(self) -> None:

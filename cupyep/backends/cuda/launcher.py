@@ -181,8 +181,7 @@ class Launcher:
             raise self._error(OTHERS)
 
     def check_abort(self) -> None:
-        """As check, and raises for an abort that no kernel of ours has met. The stream must be idle."""
-        self.check()
+        """Raises if a rank has left for good, also when no kernel of ours has met it yet."""
         word = np.zeros(1, np.uint64)
         runtime.memcpy(word.ctypes.data, self._arena.address, 8, runtime.memcpyDeviceToHost)  # ControlLayout.abort
         if word[0]:

@@ -38,6 +38,7 @@ class NumpyBackend(Backend):
         timeout_s = self._config.timeout_s
         self._arena = create_arena(self._comm, self._control.initial(), capacity.heap_bytes, timeout_s)
         self._operations = Operations(self._arena, self._control, self._comm, timeout_s)
+        self._comm.watch = self._operations.check
 
     def _load(self, shape: Shape) -> None:
         pass  # nothing to compile
@@ -75,12 +76,11 @@ class NumpyBackend(Backend):
             handle_id=next(self._handle_ids),
             owner=self,
         )
+        handle.rows.flags.writeable = False
         received = self._operations.push(shape, x, topk_idx, topk_weights, handle)
-        if route.bad_id is not None:  # the operation is complete, so no peer suffers
-            raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {route.bad_id}")
         if copy:
             received = tuple(None if array is None else array.copy() for array in received)
-        return *received, handle, CompletedEvent()
+        return *received, handle, CompletedEvent(), route.bad_id
 
     def cached_dispatch(self, x: Any, handle: NumpyHandle, *, copy: bool, num_sms: int | None) -> tuple:
         shape = Shape(Operation.PUSH, x.shape[1], x.dtype, RowLayout(x.shape[1] * x.itemsize))

@@ -130,11 +130,15 @@ def create_arena(comm: Communicator, initial: np.ndarray, heap_bytes: int, timeo
     files: list[int] = []
 
     def create() -> Path:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        files.append(descriptor)
-        os.ftruncate(descriptor, num_bytes)
-        os.posix_fallocate(descriptor, 0, control_bytes)
-        os.pwrite(descriptor, initial.tobytes(), 0)
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            files.append(descriptor)
+            os.ftruncate(descriptor, num_bytes)
+            os.posix_fallocate(descriptor, 0, control_bytes)
+            os.pwrite(descriptor, initial.tobytes(), 0)
+        except OSError as error:
+            hint = f"{error.strerror}: shared memory of {num_bytes:,} bytes; CUPYEP_SHM_DIR names another folder"
+            raise OSError(error.errno, hint, str(path.parent)) from error
         return path
 
     def attach() -> list[np.ndarray]:

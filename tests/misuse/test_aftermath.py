@@ -1,0 +1,123 @@
+"""After an error: who may go on, who may try again, and who is told at once."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from cases import Case
+from multirank import checks
+
+import cupyep
+
+CASE = Case(num_ranks=3, hidden=16, tokens=6, num_local_experts=4, seed=902)
+LONG_S = 60.0  # a deadline that must not be what ends a wait
+
+
+def attempt(comm, backend, timeout_s, **options):
+    try:
+        cupyep.Buffer(comm, backend=backend, timeout_s=timeout_s, **options).close()
+    except cupyep.CupyepError as error:
+        return type(error).__name__
+    return "ok"
+
+
+def come_late_once(comm, backend):
+    """Creation fails because a rank is late; the next attempts, with all ranks there, must not suffer from it."""
+    if comm.rank == 1:
+        time.sleep(2.5)
+    first = attempt(comm, backend, 1)
+    comm.allgather(None)
+    return [first] + [attempt(comm, backend, LONG_S) for _ in range(3)]
+
+
+def test_creation_can_be_tried_again(run_ranks, backend):
+    if backend == "cuda":
+        pytest.skip("a GPU's context may take longer to start than the deadline that is to pass here")
+    for outcomes in run_ranks(2, come_late_once, backend):
+        assert outcomes[1:] == ["ok"] * 3
+
+
+def fail_alike_often(comm, backend):
+    return {attempt(comm, backend, LONG_S, num_nvl_bytes=128 * comm.rank) for _ in range(100)}
+
+
+def test_a_failed_creation_gives_its_communicator_back(run_ranks, backend):
+    assert run_ranks(2, fail_alike_often, backend) == [{"MismatchError"}] * 2
+
+
+def fill_the_arena(comm, backend):
+    kept = []
+    try:
+        with cupyep.Buffer(comm, 1 << 14, backend=backend, max_tokens_per_rank=8, timeout_s=LONG_S) as buffer:
+            for _ in range(100):
+                kept.append(checks.check_dispatch(buffer, CASE, comm.rank, backend))
+    except cupyep.CupyepError as error:
+        return type(error).__name__
+
+
+def test_a_full_arena_is_told_alike_also_when_it_ends_a_with_block(run_ranks, backend):
+    assert run_ranks(3, fill_the_arena, backend) == ["ArenaExhaustedError"] * 3
+
+
+def break_in_the_middle(comm, backend):
+    """Something that is none of cupyep's errors happens to one rank within an operation."""
+    with cupyep.Buffer(comm, backend=backend, timeout_s=LONG_S) as buffer:
+        result = checks.check_dispatch(buffer, CASE, comm.rank, backend)
+        start = time.monotonic()
+        if comm.rank == 1:
+            buffer._backend.combine = out_of_memory
+        try:
+            checks.complete(buffer.combine(result.recv_x, result.handle))
+        except (MemoryError, cupyep.PeerError) as error:
+            first = type(error).__name__
+        try:
+            buffer.barrier()
+        except cupyep.StateError as error:
+            return first, str(error), time.monotonic() - start
+
+
+def out_of_memory(*args, **kwargs):
+    raise MemoryError("no memory for the result")
+
+
+def test_an_error_within_an_operation_ends_the_buffer_for_all(run_ranks, backend):
+    for rank, (first, later, seconds) in enumerate(run_ranks(3, break_in_the_middle, backend)):
+        assert first == ("MemoryError" if rank == 1 else "PeerError") and seconds < LONG_S / 4
+        assert "broken by an earlier error" in later and (rank != 1 or "no memory for the result" in later)
+
+
+def raise_while_others_close(comm, backend):
+    start = time.monotonic()
+    try:
+        with cupyep.Buffer(comm, backend=backend, timeout_s=LONG_S):
+            if comm.rank == 1:
+                time.sleep(0.5)
+                raise KeyError("the program's own error")
+    except (KeyError, cupyep.PeerError) as error:
+        return type(error).__name__, time.monotonic() - start
+
+
+def test_ranks_that_close_are_told_of_one_that_raises(backend):
+    from multirank import launch
+
+    for rank, (name, seconds) in enumerate(launch.mpi(3, raise_while_others_close, backend)):
+        assert (name, seconds < LONG_S / 4) == ("KeyError" if rank == 1 else "PeerError", True)
+
+
+def test_rows_that_no_word_can_count_are_refused():
+    with (
+        cupyep.Buffer(backend="numpy") as buffer,
+        pytest.raises(ValueError, match="x: expected rows of less than 2 GiB"),
+    ):
+        buffer.dispatch(np.empty((0, 2**30), np.float32), np.empty((0, 1), np.int64), num_experts=1)
+
+
+@pytest.mark.parametrize("shape", [-1, (-1, 8), 4.0, None, "ab"])
+def test_shapes_that_empty_refuses(shape):
+    with (
+        cupyep.Buffer(backend="numpy", max_tokens_per_rank=8) as buffer,
+        pytest.raises((TypeError, ValueError), match="shape: expected"),
+    ):
+        buffer.empty(shape, np.float32)
