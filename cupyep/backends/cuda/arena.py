@@ -47,7 +47,7 @@ class Arena:
         self.peers = cupy.array(self.addresses, dtype=cupy.uint64)
         self.heap = FreeList(initial.nbytes, self.num_bytes, comm.rank)
         self.released: deque[tuple[int, int, set[int]]] = deque()  # see Block.__del__
-        self.live: dict[int, weakref.ref[Block]] = {}  # blocks in use by offset
+        self.live: dict[int, tuple[weakref.ref[Block], set[int]]] = {}  # by offset: a block, its streams; until drain
         self.waiting: set[int] = set()  # streams of released blocks, for whoever reuses them
         self._streams: dict[int, Any] = {}  # by address; see remember
 
@@ -81,7 +81,7 @@ class Arena:
         self.drain()
         offset, size = self.heap.alloc(num_bytes)
         block = Block(self, offset, size, self.remember(stream))
-        self.live[offset] = weakref.ref(block)
+        self.live[offset] = weakref.ref(block), block.streams
         if env.poison():
             runtime.deviceSynchronize()  # earlier users of this memory
             runtime.memset(self.address + offset, 0xFF, size)
@@ -99,7 +99,7 @@ class Arena:
     def take_waiting(self) -> list[Any]:
         """The streams that released blocks were used on. From now on it is the caller's business to wait for them."""
         streams, self.waiting = [self._streams[address] for address in self.waiting], set()
-        used = {address for reference in self.live.values() if (block := reference()) for address in block.streams}
+        used = {address for _, addresses in self.live.values() for address in addresses}
         self._streams = {address: stream for address, stream in self._streams.items() if address in used}
         return streams
 
@@ -119,7 +119,7 @@ class Arena:
 
     def record_stream(self, address: int, stream: Any) -> None:
         """The block that holds `address` waits for `stream` before it is reused. ValueError if none does."""
-        for reference in list(self.live.values()):
+        for reference, _ in list(self.live.values()):
             block = reference()
             if block is not None and 0 <= address - self.address - block.offset < block.size:
                 block.streams.add(self.remember(stream))
