@@ -1,0 +1,193 @@
+"""Faults put into the CUDA sources one at a time, each with the schedule that shows it.
+
+`python -m tests.ptxsim --search 200` looks for the seeds anew. SURVIVORS are faults that this model cannot show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cases import Case
+
+from ptxsim import harness
+from ptxsim.harness import Job
+from ptxsim.sources import Patch, PatchError
+
+_TWO = Case(num_ranks=2, hidden=64, num_topk=2, tokens=(9, 7), num_local_experts=2, dtype="bfloat16")
+_THREE = Case(num_ranks=3, hidden=32, num_topk=3, tokens=(4, 0, 7), num_local_experts=2, dtype="float32",
+              routing="some -1")
+JOBS = {
+    "ring": Job(_TWO, num_ctas=1),  # every warp goes round its ring
+    "push": Job(_TWO, num_ctas=1, kernels=("count", "push")),
+    "ctas": Job(_TWO, num_ctas=3),
+    "three": Job(_THREE, rounds=2),
+    "experts": Job(replace(_TWO, num_local_experts=40)),  # more than a warp writes
+    "rows": Job(replace(_TWO, tokens=(15, 14)), num_ctas=1, kernels=("count", "push"), rows_only=True),
+    "sparse": Job(replace(_TWO, num_topk=1, routing="some -1"), num_ctas=1),  # units without rows
+    "counts": Job(_THREE, rounds=2, kernels=("count", "push")),
+    "vector": Job(_TWO, mover="vector", num_ctas=2),
+    "vector3": Job(_THREE, mover="vector", rounds=2),
+    "absent": Job(_THREE, absent=(1, "push")),
+    "stalled": Job(_TWO, stalled=(1, "push")),
+}
+MOVER, GATHER, SYNC, LD_ST = (f"cupyep/{name}.cuh" for name in ("mover", "gather", "sync", "ptx/ld_st"))
+PUSH, PULL, COUNT = (f"kernels/{name}.cu" for name in ("push", "pull", "count"))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    job: str
+    patch: Patch
+    seed: int = 0
+
+
+def mutant(name: str, job: str, file: str, old: str, new: str = "", seed: int = 0) -> Mutant:
+    return Mutant(name, job, ((file, old, new),), seed)
+
+
+def symptom(mutant: Mutant, seed: int, trace: Callable[[str], None] | None = None) -> str | None:
+    """What goes wrong under this schedule, or None. Raises PatchError where the fault is none."""
+    try:
+        group = harness.Group(replace(JOBS[mutant.job], patch=mutant.patch), seed, trace)
+        group.run()
+        harness.check_failures(group)
+    except PatchError:
+        raise
+    except Exception as error:  # poison may end in any exception of the host's code
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+_FLIP = "if (++stage_ == cfg::kStages) stage_ = 0, phase_ ^= 1;"
+_SLOT_FLIP = "if (++slot == cfg::kSlots) slot = 0, phase ^= 1;"
+_TELL = "ptx::st_release_sys(done_word(sync, peer, sync.rank), epoch);"
+MUTANTS = [
+    # PUSH through the ring
+    mutant("push: no wait for the load (H1)", "push", PUSH, "mover.wait(i);"),
+    mutant("push: no expect_tx", "push", MOVER, "ptx::mbarrier_arrive_expect_tx(full_ + stage, unit.bytes);",
+           "ptx::mbarrier_arrive(full_ + stage);"),
+    mutant("push: expects 16 bytes too few", "push", MOVER, "(full_ + stage, unit.bytes);",
+           "(full_ + stage, unit.bytes - 16);"),
+    mutant("push: expects 16 bytes too many", "push", MOVER, "(full_ + stage, unit.bytes);",
+           "(full_ + stage, unit.bytes + 16);"),
+    mutant("push: no phase flip", "push", MOVER, f"{_FLIP}\n    waited_",
+           "if (++stage_ == cfg::kStages) stage_ = 0;\n    waited_"),
+    mutant("push: drain waits with .read (H4)", "push", MOVER, "ptx::cp_async_bulk_wait_group<0>();",
+           "ptx::cp_async_bulk_wait_group_read<0>();"),
+    mutant("push: no drain", "push", PUSH, "mover.drain();"),
+    mutant("push: drain leaves one group", "push", MOVER, "ptx::cp_async_bulk_wait_group<0>();",
+           "ptx::cp_async_bulk_wait_group<1>();"),
+    mutant("push: no commit", "push", MOVER, "ptx::cp_async_bulk_commit_group();"),
+    mutant("push: slot refilled unread", "push", MOVER, "ptx::cp_async_bulk_wait_group_read<1>();"),
+    mutant("push: slot refilled a group early", "push", MOVER, "ptx::cp_async_bulk_wait_group_read<1>();",
+           "ptx::cp_async_bulk_wait_group_read<2>();"),
+    mutant("push: lane 0 refills before the other lanes' stores have read", "rows", MOVER,
+           "ptx::cp_async_bulk_wait_group_read<1>();\n      __syncwarp();", "ptx::cp_async_bulk_wait_group_read<1>();"),
+    mutant("push: no fence after mbarrier.init (H6)", "push", MOVER, "ptx::fence_mbarrier_init_release_cluster();"),
+    mutant("push: drain without the loads under way", "stalled", MOVER, "for (; waited_ < issued_; ++waited_) {",
+           "for (; false;) {", seed=1),
+    mutant("push: row off by one", "push", PUSH, "token.order[group] + static_cast<int>(to.base[rank])",
+           "token.order[group] + static_cast<int>(to.base[rank]) + 1"),
+    mutant("push: base of the rank left out", "three", PUSH, "token.order[group] + static_cast<int>(to.base[rank])",
+           "token.order[group]"),
+    mutant("push: destinations read before the barrier", "push", PUSH, "__syncthreads();\n\n  bool leave",
+           "bool leave", seed=8),
+    mutant("push: weights of experts elsewhere travel", "push", PUSH, "here ? token.weight : 0.0f", "token.weight"),
+    # PULL through the rings
+    mutant("pull: no wait for the load (H1)", "ring", GATHER, "wait(full + slot * 8, phase);"),
+    mutant("pull: no expect_tx", "ring", GATHER, "ptx::mbarrier_arrive_expect_tx(full_ + slot, bytes);",
+           "ptx::mbarrier_arrive(full_ + slot);"),
+    mutant("pull: no wait for the empty slot", "ring", GATHER,
+           "wait(empty + slot * 8, phase);\n            --num_left;", "--num_left;"),
+    mutant("pull: loader starts with phase 0", "ring", GATHER, "u32 slot = 0, phase = 1;", "u32 slot = 0, phase = 0;"),
+    mutant("pull: consumers do not flip their phase", "ring", GATHER, f"{_SLOT_FLIP}\n        if (kind",
+           "if (++slot == cfg::kSlots) slot = 0;\n        if (kind"),
+    mutant("pull: slot never given back", "ring", GATHER,
+           "if (lane == 0) ptx::mbarrier_arrive(full + (cfg::kSlots + slot) * 8);"),
+    mutant("pull: no proxy fence before the slot is given back (H3)", "ring", GATHER,
+           "ptx::fence_proxy_async_shared_cta();"),
+    mutant("pull: slot given back before all lanes have read", "ring", GATHER,
+           "ptx::fence_proxy_async_shared_cta();\n        __syncwarp();", "ptx::fence_proxy_async_shared_cta();"),
+    mutant("pull: no fence after mbarrier.init (H6)", "ring", GATHER, "ptx::fence_mbarrier_init_release_cluster();"),
+    mutant("pull: kind written after its slot is full", "sparse", GATHER,
+           "kind_[slot] = kLast;\n            ptx::mbarrier_arrive(full_ + slot);",
+           "ptx::mbarrier_arrive(full_ + slot);\n            kind_[slot] = kLast;", seed=3),
+    mutant("pull: row off by one", "ring", GATHER, "static_cast<u64>(order[word]) * cfg::kRowBytes",
+           "static_cast<u64>(order[word] + 1) * cfg::kRowBytes"),
+    mutant("pull: says done before it has read (no done word)", "ctas", PULL,
+           "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done"),
+    mutant("pull: a CTA leaves without arriving", "ctas", PULL, "if (!arrive_last(p.sync)) return;",
+           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=1),
+    # the handshake
+    mutant("post: release turned relaxed (H8)", "three", SYNC, "ptx::st_release_sys(slot + kPostEpochWord, epoch);",
+           "ptx::st_relaxed_sys(slot + kPostEpochWord, epoch);"),
+    mutant("post: release at gpu scope", "three", SYNC, "ptx::st_release_sys(slot + kPostEpochWord, epoch);",
+           "ptx::st_release_gpu(slot + kPostEpochWord, epoch);"),
+    mutant("post: no barrier before it (H8)", "experts", SYNC,
+           "u32 epoch) {\n  __syncthreads();\n  const u32* words", "u32 epoch) {\n  const u32* words"),
+    mutant("wait_posts: acquire turned relaxed (H5)", "three", SYNC, "ptx::ld_acquire_sys(word)",
+           "ptx::ld_relaxed_sys(word)"),
+    mutant("wait_posts: does not wait", "three", SYNC,
+           "arrived &= wait_word(sync, &posts[peer].epoch, epoch, operation, peer);", "arrived &= true;"),
+    mutant("wait_posts: no proxy fence (H5)", "three", SYNC, "ptx::fence_proxy_async();"),
+    mutant("wait_posts: no barrier after it", "three", SYNC, "if (!__syncthreads_and(arrived))", "if (!arrived)"),
+    mutant("arrive_last: no barrier before it (H9)", "ctas", SYNC,
+           "have released.\n  __syncthreads();\n  if (threadIdx", "have released.\n  if (threadIdx"),
+    mutant("arrive_last: atomic turned relaxed (H9)", "ctas", LD_ST, "atom.acq_rel.gpu.global.add.u32 %0",
+           "atom.relaxed.gpu.global.add.u32 %0"),
+    mutant("arrive_last: the first CTA tells", "ctas", SYNC, "== gridDim.x - 1", "== 0"),
+    mutant("done: release turned relaxed (H4)", "ctas", SYNC, _TELL,
+           _TELL.replace("release", "relaxed")),
+    mutant("done: release at gpu scope", "vector", SYNC, _TELL,
+           _TELL.replace("sys(", "gpu(")),
+    mutant("done: not told", "ctas", SYNC, _TELL),
+    mutant("done: not waited for", "ctas", SYNC,
+           "complete &= wait_word(sync, done_word(sync, sync.rank, peer), epoch, operation, peer);"),
+    mutant("end: epoch does not advance", "three", SYNC, "ptx::st_relaxed_gpu(&state->epoch, epoch);"),
+    mutant("end: arrivals are not reset", "three", SYNC, "ptx::st_relaxed_gpu(&state->arrived, 0u);"),
+    mutant("posts: one slot instead of two", "three", SYNC, "+ (epoch & 1) * cfg::kNumRanks + sender;", "+ sender;"),
+    # leaving
+    mutant("deadline never checked", "absent", SYNC, "sync.timeout_ns == 0 || now - start < sync.timeout_ns",
+           "now >= start"),
+    mutant("abort told to rank 0 only", "absent", SYNC,
+           "for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) ptx::st_release_sys(abort_word(sync, rank), verdict);"),
+    mutant("abort names the wrong peer", "absent", SYNC, "static_cast<u64>(peer) << 32",
+           "static_cast<u64>(sync.rank) << 32"),
+    mutant("abort: every rank keeps its own record", "absent", SYNC, "first == 0 ? record : first", "record", seed=2),
+    mutant("done: told by a rank that has left", "stalled", SYNC, "if (__syncthreads_or(aborted(sync))) return false;",
+           seed=2),
+    # COUNT and the vector mover
+    mutant("count: histogram cleared without a barrier", "counts", COUNT,
+           "if (threadIdx.x == 0) bad_id = -1;\n  __syncthreads();", "if (threadIdx.x == 0) bad_id = -1;", seed=1),
+    mutant("count: scan without a barrier before it", "counts", COUNT,
+           "= rows[group];\n  }\n  __syncthreads();", "= rows[group];\n  }", seed=4),
+    mutant("vector push: done relaxed (H8)", "vector", SYNC, _TELL,
+           _TELL.replace("release", "relaxed")),
+    mutant("vector push: CTAs arrive relaxed (H9)", "vector", LD_ST, "atom.acq_rel.gpu.global.add.u32 %0",
+           "atom.relaxed.gpu.global.add.u32 %0"),
+    mutant("vector pull: done not waited for", "vector3", PULL, "verdict == cfg::kVerdictDone && !exchange_done",
+           "false && !exchange_done"),
+]
+
+# Faults that no schedule of this model shows, and why.
+SURVIVORS = [
+    # Revoking and leaving early spare work and time; the records agree without them, and no block is used again.
+    mutant("push: goes on after an abort", "stalled", PUSH, "stop = aborted(p.sync);", "stop = false;"),
+    # Every rank then waits for its own deadline, and finds the first one's record: the same end, later.
+    mutant("abort word not looked at", "absent", SYNC, "if (aborted(sync)) return kLeave;"),
+    # Up to 32 ranks the threads that scan are the ones that publish, and the barrier in post() covers the second pass.
+    mutant("count: counts published before the scan is done", "counts", COUNT,
+           "totals[rank] = sum;\n  }\n  __syncthreads();", "totals[rank] = sum;\n  }"),
+    # A bulk store is written after it was issued, so an early one (H7) would need a past that the model does not keep.
+    mutant("push: no proxy fence before stores to a peer (H7)", "push", SYNC, "ptx::fence_proxy_async();"),
+    # The words of a revoked post and its record are looked at with strong loads, one at a time.
+    mutant("abort: no fence between revoking and the record", "absent", SYNC,
+           "  ptx::fence_acq_rel_sys();\n  const u64 first", "  const u64 first"),
+    # The end of a kernel publishes what the host reads; the fence matters to a host that looks before.
+    mutant("end: no fence behind the host record", "absent", SYNC, "      ptx::fence_acq_rel_sys();\n    }"  , "    }"),
+    # Lanes part where a burst begins, and none begins between the vote and the read behind it.
+    mutant("count: lanes read a start that lane 0 has moved on", "counts", COUNT,
+           "static_cast<int>(place) : -1;\n      __syncwarp();", "static_cast<int>(place) : -1;"),
+]
