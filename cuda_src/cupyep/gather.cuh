@@ -86,6 +86,13 @@ class TmaGather {
     }
   }
 
+  // All lanes of the loader. They leave together: once one of them hands the slot out, it may be empty again before a
+  // lane that lags behind has looked, and would then seem never to become so.
+  __device__ __forceinline__ static void wait_empty(u32 barrier, u32 phase) {
+    wait(barrier, phase);
+    __syncwarp();
+  }
+
   __device__ __forceinline__ void load(const PullParams& p, const Sources& from, u32 num_units) const {
     const u32 lane = threadIdx.x % 32, mine = kBatch > 1 ? lane / cfg::kNumRanks : 0, rank = kBatch > 1 ? lane % cfg::kNumRanks : lane;
     const u32 full = ptx::smem_addr(full_), empty = full + cfg::kSlots * 8;
@@ -112,7 +119,7 @@ class TmaGather {
 #pragma unroll
         for (u32 word = 0; word < kRankWords; ++word) num_left += __popc(goes[word] >> (j * cfg::kNumRanks) & kOnes);
         if (num_left == 0) {
-          wait(empty + slot * 8, phase);
+          wait_empty(empty + slot * 8, phase);
           if (lane == 0) {
             kind_[slot] = kLast;
             ptx::mbarrier_arrive(full_ + slot);
@@ -124,7 +131,7 @@ class TmaGather {
         for (u32 word = 0; word < kRankWords; ++word) {
           for (u32 left = goes[word] >> (j * cfg::kNumRanks) & kOnes; left != 0; left &= left - 1) {
             // sync(slot.empty) ACQUIRE.cta: all consumers have read the slot (H3). Pairs with RELEASE in add.
-            wait(empty + slot * 8, phase);
+            wait_empty(empty + slot * 8, phase);
             --num_left;
             if (lane == j * cfg::kNumRanks + __ffs(left) - 1) {
               kind_[slot] = num_left == 0 ? kRow | kLast : kRow;
