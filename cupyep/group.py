@@ -172,7 +172,7 @@ class Group:
         backend = self._backend
         if error is not None and backend is not None and error is not self._left:
             # This rank's program failed: the peers must not wait for it until their deadline.
-            self._abandon(backend, error)
+            self._abandon(backend, error, tell=True)
         self.close()
 
     def __del__(self) -> None:
@@ -202,16 +202,16 @@ class Group:
             self._left = error
             raise
         except BaseException as error:  # also out of memory, Ctrl-C: the operation is half done
-            self._abandon(backend, error)
+            self._abandon(backend, error, tell=not isinstance(error, PeerError))  # a peer's failure has been told
             raise
 
     @staticmethod
-    def _abandon(backend: Any, error: BaseException) -> None:
-        """This rank leaves the group for good, and tells the peers if they have not told us."""
+    def _abandon(backend: Any, error: BaseException, *, tell: bool) -> None:
+        """This rank leaves the group for good; `tell`: it tells the peers."""
         if backend.broken is None:
             is_ours = isinstance(error, CupyepError)
             backend.broken = error if is_ours else StateError(f"{type(error).__name__} was raised here: {error}")
-            if not isinstance(error, PeerError):
+            if tell:
                 backend.abort()
 
     def _check_num_tokens(self, backend: Any, num_tokens: int) -> None:
