@@ -48,14 +48,6 @@ def host_name() -> str | None:
     return os.environ.get("CUPYEP_HOST_ID") or None
 
 
-def local_rank() -> int | None:
-    """The launcher's rank on this host (Open MPI, MPICH, Slurm), or None when no launcher tells."""
-    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
-    return None
-
-
 def world_size() -> int | None:
     """The launcher's number of ranks (Open MPI, MPICH, Slurm), or None when no launcher tells."""
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):

@@ -62,8 +62,11 @@ class Backend(ABC):
         """The maximum that the caller has fixed, or None where a larger call may grow it."""
         return self._config.max_tokens_per_rank
 
-    def _ensure(self, shape: Shape, most_tokens: int = 0) -> None:
-        """Collective where it acts. Every rank comes here with equal arguments: all resize and load, or none does."""
+    def prepare(self, shape: Shape, most_tokens: int = 0) -> None:
+        """Collective where it acts: makes the shape's first use a normal use (arena space, kernels).
+
+        Every rank comes here with equal arguments: all resize and load, or none does.
+        """
         if shape in self._prepared and most_tokens <= self.capacity.max_tokens_per_rank:
             return
         max_tokens, heap = max(self.capacity.max_tokens_per_rank, align(most_tokens)), self.capacity.heap_bytes
@@ -76,10 +79,6 @@ class Backend(ABC):
         if shape not in self._prepared:
             self._load(shape)
             self._prepared.add(shape)
-
-    def prepare(self, shape: Shape, most_tokens: int) -> None:
-        """Collective: makes the shape's first use a normal use (arena space, kernels)."""
-        self._ensure(shape, most_tokens)
 
     @abstractmethod
     def _resize(self, capacity: Capacity) -> None:

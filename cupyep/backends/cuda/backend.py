@@ -109,7 +109,7 @@ class CudaBackend(Session):
             num_recv, self._handle_id = sum(counted.rows), handle_id + 1
             if not early or counted.verdict == Verdict.GROW:
                 blocks = {}  # of an arena that may be replaced now
-                self._ensure(shape, counted.most_tokens)
+                self.prepare(shape, counted.most_tokens)
                 granted = self._blocks.try_allocate(rows.parts(num_recv), current)
                 with self._launching(Operation.PUSH, current):
                     runtime.memsetAsync(words.data.ptr, 0, 4, self._comm_stream.stream.ptr)  # COUNT may have set skip
@@ -208,7 +208,7 @@ class CudaBackend(Session):
                 self._launcher.agree(shape, handle.routing)
             self._host_wait(self._comm_stream.record())
             self._launcher.check()
-            self._ensure(shape)
+            self.prepare(shape)
 
     @property
     def max_num_sms(self) -> int:

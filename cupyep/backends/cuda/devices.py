@@ -10,7 +10,7 @@ from cupy.cuda import runtime
 from cupyep import env
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
-from cupyep.comm.host import check_same_host, host_id
+from cupyep.comm.host import check_same_host
 from cupyep.errors import StateError, TopologyError
 
 DEFAULT_NUM_SMS = 16  # 8 fill one direction of a link; more help where a GPU's own memory is the limit
@@ -24,10 +24,8 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     Buffer has a budget, a share of the GPU divided by its ranks there.
     """
     check_same_host(comm, timeout_s)
-    hosts = comm.allgather(host_id(), operation="Buffer", timeout_s=timeout_s)
-    index = sum(host == host_id() for host in hosts[: comm.rank])
     mine: list[Any] = []
-    comm.together("choose device", lambda: mine.append(_describe(device, index)), timeout_s=timeout_s)
+    comm.together("choose device", lambda: mine.append(_describe(device, comm.rank)), timeout_s=timeout_s)
     ordinal, bus_id, total_sms = mine[0]
     everyone = comm.allgather((bus_id, _reserved.get(ordinal, 0)), operation="choose device", timeout_s=timeout_s)
     sharing = [reserved for bus, reserved in everyone if bus == bus_id]
@@ -39,7 +37,7 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
             RuntimeWarning,
             stacklevel=5,
         )
-    budget = num_sms if num_sms is not None else min(DEFAULT_NUM_SMS, max(1, available // 2))
+    budget = default_budget(available) if num_sms is None else num_sms
     if budget > available:
         failure: Exception | None = StateError(
             f"num_sms: expected at most {max(available, 0)} of the {total_sms} SMs of GPU {bus_id} for each of its "
@@ -56,6 +54,11 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     comm.together("choose device", check, timeout_s=timeout_s)
     _reserved[ordinal] = _reserved.get(ordinal, 0) + (budget if not comm.in_process or comm.rank == 0 else 0)
     return ordinal, budget
+
+
+def default_budget(available: int) -> int:
+    """The SMs that a Buffer takes of those `available` to its rank: room stays for a second Buffer."""
+    return min(DEFAULT_NUM_SMS, max(1, available // 2))
 
 
 def release(device: int, comm: Communicator, num_sms: int) -> None:

@@ -122,12 +122,12 @@ def devices() -> dict[str, Any]:
 def choices() -> dict[str, Any]:
     """How kernels would move rows of a multiple of 16 bytes on each device, and the SMs that a lone rank would use."""
     from cupyep.backends.cuda import plan
-    from cupyep.backends.cuda.devices import DEFAULT_NUM_SMS
+    from cupyep.backends.cuda.devices import DEFAULT_NUM_SMS, default_budget
 
     found, requested = devices()["devices"], env.mover()
     return {
         "movers": [plan.mover_of(16, requested, int(gpu["compute_capability"].replace(".", ""))) for gpu in found],
-        "num_sms": [min(DEFAULT_NUM_SMS, max(1, gpu["num_sms"] // 2)) for gpu in found],
+        "num_sms": [default_budget(gpu["num_sms"]) for gpu in found],
         "num_sms_rule": f"min({DEFAULT_NUM_SMS}, SMs / ranks on the device / 2)",
     }
 

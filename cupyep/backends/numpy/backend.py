@@ -63,7 +63,7 @@ class NumpyBackend(Backend):
         shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
         route = routing.route(topk_idx, num_experts, self._comm.size)
         matrix, experts, most_tokens = self._operations.count(shape, route, num_experts)
-        self._ensure(shape, most_tokens)
+        self.prepare(shape, most_tokens)
         rank = self._comm.rank
         handle = NumpyHandle(
             num_tokens=len(x),
@@ -98,7 +98,7 @@ class NumpyBackend(Backend):
     def _agree(self, shape: Shape, handle: NumpyHandle) -> None:
         if shape not in self._prepared:  # equal on all ranks, or their posts differ
             self._operations.agree(shape, handle)
-            self._ensure(shape)
+            self.prepare(shape)
 
     def layout(self, topk_idx: Any, num_experts: int, *, strict: bool) -> tuple:
         route = routing.route(topk_idx, num_experts, self._comm.size)

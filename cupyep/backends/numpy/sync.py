@@ -125,7 +125,7 @@ class Channel:
 
     def _wait(self, words: np.ndarray, index: int, peer: int, reached: Callable[[int], bool] | None = None) -> None:
         reached = reached or (lambda seen: (seen - self.epoch) & 0xFFFFFFFF < 0x80000000)
-        start, spins = time.monotonic(), 0
+        start = time.monotonic()
         while not reached(int(words[index])):
             self.check_abort()
             if failed := self._comm.failed_peer():
@@ -135,7 +135,6 @@ class Channel:
             if self._timeout_s is not None and waited >= self._timeout_s:
                 self.abort(AbortKind.TIMEOUT, peer)
                 self.check_abort(waited)
-            spins += 1
             if waited < 0.002:
                 os.sched_yield()  # ranks may outnumber cores: a bare spin costs a time slice per handshake
             else:
