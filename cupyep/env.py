@@ -56,6 +56,14 @@ def world_size() -> int | None:
     return None
 
 
+def local_rank() -> int | None:
+    """The launcher's number of this process on its host (Open MPI, MPICH, Slurm), or None when no launcher tells."""
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return None
+
+
 def launched_by_mpi() -> bool:
     """Whether an MPI launcher started this process, so that comm=None means MPI.COMM_WORLD."""
     return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_NUM_TASKS"))

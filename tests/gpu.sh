@@ -5,10 +5,11 @@
 #   --quick       some of both, within two minutes
 #   --sanitizer   compute-sanitizer on a small case; racecheck, and two ranks as threads, are reported and not judged
 #
-# Ranks that are threads run first, with CUDA_DEVICE_MAX_CONNECTIONS=32: streams that share a connection wait for each
-# other. Ranks that are processes follow under an MPS daemon of this script's own, where they share a GPU, and without
-# that variable, which under MPS exhausts the GPU's channels. What kills a process comes last, when MPS has ended.
-# The tests choose their own side by name: those with "mpi" or "process" in it start processes that wait for each other.
+# Two lanes run side by side. One has ranks that are threads, with CUDA_DEVICE_MAX_CONNECTIONS=32: streams that share a
+# connection wait for each other. The other has ranks that are processes, under an MPS daemon of this script's own where
+# they share a GPU, and without that variable, which under MPS exhausts the GPU's channels. What kills a process comes
+# last, when MPS has ended. The tests choose their own lane by name: those with "mpi" or "process" in it start processes
+# that wait for each other.
 #
 # PYTHON names the interpreter (default: the checkout's .venv, else python3). The last line has the counts; the exit
 # status is 0 if all was run and nothing failed.
@@ -19,13 +20,18 @@ exec < /dev/null
 mode=${1:-}
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 work=$(mktemp -d /tmp/cupyep-gpu.XXXXXX)
-passed=0 failed=0 skipped=0 runs=0 deadline=585  # seconds of this script
+deadline=585  # seconds of this script
 export PATH=$PATH:/usr/local/nvidia/bin:/usr/local/cuda/bin PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export CUDA_MPS_PIPE_DIRECTORY=$work/no-mps CUDA_MPS_LOG_DIRECTORY=$work/mps-log
 unset CUDA_DEVICE_MAX_CONNECTIONS
 
 finish() {
+  local passed failed skipped
+  kill $(jobs -p) 2> /dev/null
   stop_mps
+  read -r passed failed skipped < <(counts "$work"/*.xml)
+  passed=$((passed + $(lines passes))) failed=$((failed + $(lines failures)))
+  [[ -f $work/failures ]] && cat "$work/failures"
   rm -rf "$work"
   echo "gpu.sh: $passed passed, $failed failed, $skipped skipped"
   exit $((failed > 0 || passed == 0))
@@ -33,14 +39,31 @@ finish() {
 trap finish EXIT
 trap 'fail interrupted; exit' INT TERM
 
-fail() {
-  echo "gpu.sh: $*"
-  failed=$((failed + 1))
+lines() { if [[ -f $work/$1 ]]; then wc -l < "$work/$1"; else echo 0; fi; }
+
+fail() { echo "gpu.sh: $*" >> "$work/failures"; }
+
+# counts FILES...: "passed failed skipped" of pytest's XML reports
+counts() {
+  "$python" - "$@" << 'PY'
+import sys
+import xml.etree.ElementTree as tree
+
+passed = failed = skipped = 0
+for path in sys.argv[1:]:
+    try:
+        suite = tree.parse(path).getroot().find("testsuite")
+    except (OSError, tree.ParseError):
+        continue  # of a run that was cut off: that is a failure already
+    total, failures, errors, missed = (int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped"))
+    passed, failed, skipped = passed + total - failures - errors - missed, failed + failures + errors, skipped + missed
+print(passed, failed, skipped)
+PY
 }
 
-# run SECONDS ARGUMENTS...: pytest within a time; adds its counts. A run that does not end by itself is a failure more.
+# run SECONDS ARGUMENTS...: pytest within a time. A run that does not end by itself is a failure more.
 run() {
-  local limit=$1 left=$((deadline - SECONDS)) xml=$work/$((++runs)).xml status more
+  local limit=$1 left=$((deadline - SECONDS)) status
   shift
   ((limit = left < limit ? left : limit))
   if ((limit < 10)); then
@@ -49,22 +72,9 @@ run() {
   fi
   echo "--- pytest $*"
   timeout --signal=INT --kill-after=15 "$limit" "$python" -m pytest -p no:cacheprovider --backend=cuda --timeout=120 \
-    -ra --durations=5 --junitxml="$xml" "$@"
+    -ra --tb=short --durations=8 --junitxml="$(mktemp -u "$work/XXXXXX.xml")" "$@"
   status=$?
-  read -r -a more < <("$python" - "$xml" << 'PY'
-import sys
-import xml.etree.ElementTree as tree
-
-try:
-    suite = tree.parse(sys.argv[1]).getroot().find("testsuite")
-    total, failures, errors, skipped = (int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped"))
-    print(total - failures - errors - skipped, failures + errors, skipped)
-except (OSError, tree.ParseError):
-    print(0, 0, 0)
-PY
-  )
-  passed=$((passed + more[0])) failed=$((failed + more[1])) skipped=$((skipped + more[2]))
-  ((status == 0 || (status == 1 && more[1] > 0))) || fail "pytest $*: exit status $status"
+  ((status < 2)) || fail "pytest $*: exit status $status"
 }
 
 start_mps() {
@@ -97,11 +107,11 @@ sanitize() {
   status=$?
   tail -n 25 "$log"
   if grep -q "Device not supported" "$log"; then
-    echo "gpu.sh: compute-sanitizer does not work on this machine" && skipped=$((skipped + 1))
+    fail "compute-sanitizer does not work on this machine"
   elif [[ ${3:-} == report ]]; then
     echo "gpu.sh: $1 with $2 ranks ended with exit status $status (report only)"
   elif ((status == 0)); then
-    passed=$((passed + 1))
+    echo "$1" >> "$work/passes"
   else
     fail "$1 with $2 ranks: exit status $status"
   fi
@@ -120,12 +130,17 @@ if [[ $mode != --sanitizer ]]; then
 fi
 case $mode in
   "")
-    CUDA_DEVICE_MAX_CONNECTIONS=32 run 260 tests/multirank tests/misuse -k "$threads"
-    CUDA_DEVICE_MAX_CONNECTIONS=32 run 200 "${cuda[@]}" -k "$threads"
+    {
+      export CUDA_DEVICE_MAX_CONNECTIONS=32
+      run 500 tests/multirank tests/misuse -k "$threads"
+      run 500 "${cuda[@]}" -k "$threads"
+    } > "$work/threads.log" 2>&1 &
     start_mps
-    run 150 tests/multirank tests/misuse -k "$processes"
-    run 150 "${cuda[@]}" -k "$processes" -m "not no_mps"
+    run 400 tests/multirank tests/misuse -k "$processes"
+    run 400 "${cuda[@]}" -k "$processes" -m "not no_mps"
     stop_mps
+    wait
+    cat "$work/threads.log"
     run 60 tests/cuda/test_failures.py -m no_mps
     ;;
   --quick)

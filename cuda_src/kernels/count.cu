@@ -22,13 +22,17 @@ struct RankMask {
   u32 words[kGroups];
 };
 
-// The ranks that own an expert of token `token`. Ids outside [-1, experts) count as -1 and are remembered.
-__device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u32 num_local, u32* histogram, long long* bad_id) {
+__device__ __forceinline__ long long id_at(const CountParams& p, u64 at) {
+  return p.post.flags & cfg::kFlagIdx64 ? reinterpret_cast<const long long*>(p.topk_idx)[at]
+                                        : reinterpret_cast<const int*>(p.topk_idx)[at];
+}
+
+// The ranks that own an expert of token `token`. Ids outside [-1, experts) count as -1; where the first is, is noted.
+__device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u32 num_local, u32* histogram, u64* bad_at) {
   RankMask mask = {};
   for (u32 k = 0; k < p.post.num_topk; ++k) {
     const u64 at = static_cast<u64>(token) * p.post.num_topk + k;
-    const long long id = p.post.flags & cfg::kFlagIdx64 ? reinterpret_cast<const long long*>(p.topk_idx)[at]
-                                                        : reinterpret_cast<const int*>(p.topk_idx)[at];
+    const long long id = id_at(p, at);
     if (id >= 0 && id < p.post.num_experts) {
       const u32 rank = static_cast<u32>(id) / num_local;
 #pragma unroll
@@ -36,8 +40,8 @@ __device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u3
         mask.words[group] |= rank / 32 == group ? 1u << (rank % 32) : 0u;
       }
       if (histogram != nullptr) atomicAdd(histogram + id, 1u);
-    } else if (id != -1 && bad_id != nullptr) {
-      *bad_id = id;  // any of them will do
+    } else if (id != -1 && bad_at != nullptr) {
+      atomicMin(bad_at, at);
     }
   }
   return mask;
@@ -47,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   extern __shared__ u32 histogram[];  // [experts]
   __shared__ u32 warp_start[kWarps][cfg::kNumRanks];
   __shared__ u32 totals[cfg::kNumRanks];
-  __shared__ long long bad_id;
+  __shared__ u64 bad_at;
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 num_tokens = p.post.num_tokens, num_experts = p.post.num_experts, num_local = num_experts / cfg::kNumRanks;
   const u32 stretch = (num_tokens + kWarps * 32 - 1) / (kWarps * 32) * 32;
@@ -55,14 +59,14 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   const u32 epoch = begin(p.sync, cfg::kOperationCount);
 
   for (u32 expert = threadIdx.x; expert < num_experts; expert += blockDim.x) histogram[expert] = 0;
-  if (threadIdx.x == 0) bad_id = -1;
+  if (threadIdx.x == 0) bad_at = ~0ull;
   __syncthreads();
 
   // First pass: rows of this warp's stretch for each rank (in lane rank % 32), listings of each expert.
   u32 rows[kGroups] = {};
   for (u32 token = first; token < last; token += 32) {
     RankMask mask = {};
-    if (token + lane < last) mask = ranks_of(p, token + lane, num_local, histogram, &bad_id);
+    if (token + lane < last) mask = ranks_of(p, token + lane, num_local, histogram, &bad_at);
 #pragma unroll
     for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
       const u32 ballot = __ballot_sync(~0u, mask.words[rank / 32] >> (rank % 32) & 1);
@@ -160,8 +164,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
     routing->skip = verdict != cfg::kVerdictDone;
     HostRecord* host = reinterpret_cast<HostRecord*>(record);
     host->most_tokens = most_tokens;
-    host->has_bad_id = bad_id != -1;
-    host->bad_id = bad_id;
+    host->has_bad_id = bad_at != ~0ull;
+    if (bad_at != ~0ull) host->bad_id = id_at(p, bad_at);
     host->failed_rank = failed_rank;
     host->failed_rows = failed_rows;
   }

@@ -16,11 +16,14 @@ class Communicator(ABC):
 
     Attributes:
         rank, size: this rank and the number of ranks.
+        local_rank: this process's number among the job's on its host, for choosing a GPU; None for threads, which have
+            a current device.
         in_process: whether the ranks are threads of one process, so that objects and raw addresses can be passed.
     """
 
     rank: int
     size: int
+    local_rank: int | None = None
     in_process: bool
     watch: Callable[[], None] | None = None  # called in waits: raises when the group has been left
 

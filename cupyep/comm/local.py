@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from typing import Any
 from cupyep import checks
 from cupyep.comm.base import Communicator
 from cupyep.errors import PeerError, PeerTimeoutError
+
+_WATCH_S = 0.05  # between two looks at what the group's kernels have told
 
 
 class _Group:
@@ -60,14 +63,19 @@ class LocalComm(Communicator):
             if len(box) == self.size:
                 del group.steps[step]  # the waiters hold the box itself
                 group.condition.notify_all()
-            while len(box) < self.size:
-                missing = next(rank for rank in range(self.size) if rank not in box)
-                if failed := self.failed_peer():
-                    raise PeerError(operation, 0, self.rank, *failed)
-                waited = time.monotonic() - start
-                if timeout_s is not None and waited >= timeout_s:
-                    raise PeerTimeoutError(operation, 0, self.rank, missing, waited)
-                group.condition.wait(None if timeout_s is None else timeout_s - waited)
+        while len(box) < self.size:
+            missing = next(rank for rank in range(self.size) if rank not in box)
+            if failed := self.failed_peer():
+                raise PeerError(operation, 0, self.rank, *failed)
+            waited = time.monotonic() - start
+            if timeout_s is not None and waited >= timeout_s:
+                raise PeerTimeoutError(operation, 0, self.rank, missing, waited)
+            if self.watch is not None and waited > _WATCH_S:
+                self.watch()
+            left = math.inf if timeout_s is None else timeout_s - waited
+            with group.condition:
+                if len(box) < self.size and not self.failed_peer():
+                    group.condition.wait(min(left, _WATCH_S))
         return [box[rank] for rank in range(self.size)]
 
     def duplicate(self) -> LocalComm:

@@ -9,6 +9,7 @@ from typing import Any
 import mpi4py
 from mpi4py import MPI
 
+from cupyep import env
 from cupyep.comm.base import Communicator
 from cupyep.errors import PeerTimeoutError
 
@@ -27,6 +28,8 @@ class MpiCommunicator(Communicator):
 
     def __init__(self, comm: MPI.Intracomm, timeout_s: float | None) -> None:
         self.rank, self.size = comm.rank, comm.size
+        told = env.local_rank()
+        self.local_rank = MPI.COMM_WORLD.rank if told is None else told  # not comm's: groups of a job share its GPUs
         self._step = 0
         self._sends: list[MPI.Request] = []
         self._meet(comm, timeout_s)

@@ -100,6 +100,14 @@ def test_wrong_layouts_are_found_with_validate_only(buffer, backend):
         buffer.dispatch(x, topk_idx, num_experts=CASE.num_experts, **{**right, name: wrong})
 
 
+def current_stream(buffer):
+    if buffer.backend == "numpy":
+        return None
+    import cupy
+
+    return cupy.cuda.get_current_stream()
+
+
 CALLS = {
     "dispatch": lambda buffer, result, x, topk_idx: buffer.dispatch(x, topk_idx, num_experts=CASE.num_experts),
     "combine": lambda buffer, result, x, topk_idx: buffer.combine(result.recv_x, result.handle),
@@ -107,7 +115,7 @@ CALLS = {
     "empty": lambda buffer, *_: buffer.empty((1, 1), np.float32),
     "prepare": lambda buffer, *_: buffer.prepare(hidden=8, dtype=np.float32),
     "get_dispatch_layout": lambda buffer, result, x, topk_idx: buffer.get_dispatch_layout(topk_idx, CASE.num_experts),
-    "record_stream": lambda buffer, result, *_: buffer.record_stream(result.recv_x, None),
+    "record_stream": lambda buffer, result, *_: buffer.record_stream(result.recv_x, current_stream(buffer)),
     "allocator": lambda buffer, *_: buffer.allocator().__enter__(),
 }
 

@@ -33,7 +33,7 @@ class Arena:
         """`initial`: the control block's bytes, which every rank sees before any rank returns."""
         free_retired()
         self._comm, self._device, self._timeout_s = comm, device, timeout_s
-        self.num_bytes = align(initial.nbytes, 1 << 21) + align(heap_bytes, 1 << 21)
+        self.num_bytes = align(align(initial.nbytes) + align(heap_bytes), 1 << 21)  # IPC exports whole allocations
         self.address, self._opened = 0, {}  # type: int, dict[int, int]
         try:
             exported = comm.together("create arena", lambda: self._create(initial), timeout_s=timeout_s)
@@ -45,7 +45,8 @@ class Arena:
             raise
         self.addresses = [self._opened.get(rank, self.address) for rank in range(comm.size)]
         self.peers = cupy.array(self.addresses, dtype=cupy.uint64)
-        self.heap = FreeList(initial.nbytes, self.num_bytes, comm.rank)
+        start = align(initial.nbytes)
+        self.heap = FreeList(start, start + align(heap_bytes), comm.rank)
         self.released: deque[tuple[int, int, set[int]]] = deque()  # see Block.__del__
         self.live: dict[int, tuple[weakref.ref[Block], set[int]]] = {}  # by offset: a block, its streams; until drain
         self.waiting: set[int] = set()  # streams of released blocks, for whoever reuses them

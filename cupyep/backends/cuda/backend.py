@@ -41,7 +41,8 @@ class CudaBackend(Session):
 
     def __init__(self, comm: Communicator, config: BufferConfig, device: int | None, num_sms: int | None) -> None:
         super().__init__(comm, config)
-        self._device, self._max_num_sms = devices.choose(comm, device, num_sms, config.timeout_s)
+        self._claim = devices.choose(comm, device, num_sms, config.timeout_s)
+        self._device = self._claim.device
         self._handle_id = 1  # of the next dispatch; equal on all ranks
         try:
             with cupy.cuda.Device(self._device):
@@ -49,8 +50,9 @@ class CudaBackend(Session):
                 self._kernels: Kernels = self._together("load kernels", lambda: devices.load(self._device, comm.size))
                 self._resize(self.capacity)
         except BaseException:
-            devices.release(self._device, comm, self._max_num_sms)
+            devices.release(self._claim)
             raise
+        cupy.cuda.Device(self._device).use()  # what the caller makes from now on lies where this rank can use it
 
     def _resize(self, capacity: Capacity) -> None:
         old = getattr(self, "_arena", None)
@@ -68,11 +70,19 @@ class CudaBackend(Session):
 
     def asarray(self, name: str, value: Any) -> cupy.ndarray:
         with cupy.cuda.Device(self._device):
-            if not isinstance(value, (cupy.ndarray, np.ndarray)) and hasattr(value, "__dlpack__"):
-                return cupy.from_dlpack(value)
-            if not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
+            if isinstance(value, cupy.ndarray):
+                array = value
+            elif not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
+                array = cupy.from_dlpack(value)
+            elif not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
                 raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
-            return cupy.asarray(value)
+            else:
+                array = cupy.asarray(value)
+        if array.size and array.device.id != self._device:
+            raise ValueError(
+                f"{name}: expected an array on this Buffer's GPU {self._device}, got GPU {array.device.id}"
+            )
+        return array
 
     def asnumpy(self, value: Any) -> np.ndarray:
         return cupy.asnumpy(value)
@@ -82,7 +92,7 @@ class CudaBackend(Session):
     def dispatch(
         self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
     ) -> tuple:
-        sms, handle_id, size = num_sms or self._max_num_sms, self._handle_id, self._comm.size
+        sms, handle_id, size = num_sms or self._claim.num_sms, self._handle_id, self._comm.size
         rows = RowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1], topk_idx.itemsize, topk_weights is not None)
         shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
         with self._operation() as current:
@@ -136,7 +146,7 @@ class CudaBackend(Session):
         return *arrays, handle, event, counted.bad_id
 
     def cached_dispatch(self, x: Any, handle: CudaHandle, *, copy: bool, num_sms: int | None) -> tuple:
-        sms, rows = num_sms or self._max_num_sms, RowLayout(x.shape[1] * x.itemsize)
+        sms, rows = num_sms or self._claim.num_sms, RowLayout(x.shape[1] * x.itemsize)
         shape, num_recv = Shape(Operation.PUSH, x.shape[1], x.dtype, rows), handle.num_recv_tokens
         with self._operation() as current:
             self._agree(shape, handle, current)
@@ -150,7 +160,7 @@ class CudaBackend(Session):
     # combine
 
     def combine(self, x: Any, handle: CudaHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
-        sms, with_weights = num_sms or self._max_num_sms, topk_weights is not None
+        sms, with_weights = num_sms or self._claim.num_sms, topk_weights is not None
         rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk, 0, with_weights)
         shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
         with self._operation() as current:
@@ -196,6 +206,8 @@ class CudaBackend(Session):
             yield
 
     def record_stream(self, array: Any, stream: Any) -> None:
+        if not isinstance(stream, cupy.cuda.Stream | cupy.cuda.ExternalStream):
+            raise TypeError(f"stream: expected a cupy.cuda.Stream, got {type(stream).__name__}")
         self._arena.record_stream(array.data.ptr, stream)
 
     def comm_stream(self) -> cupy.cuda.Stream:
@@ -212,7 +224,7 @@ class CudaBackend(Session):
 
     @property
     def max_num_sms(self) -> int:
-        return self._max_num_sms
+        return self._claim.num_sms
 
     def check(self) -> None:
         with cupy.cuda.Device(self._device):
@@ -226,12 +238,13 @@ class CudaBackend(Session):
             self._abort_stream.synchronize()
 
     def close(self, *, collective: bool) -> None:
-        devices.release(self._device, self._comm, self._max_num_sms)
+        devices.release(self._claim)
         with cupy.cuda.Device(self._device):
             if not collective:
                 self._let_kernels_leave()
                 _abandoned.append((self._launcher, self._arena))
             self._arena.close(collective=collective)
+        self._comm.watch = None  # it holds the launcher, which holds the arena, which holds the communicator
         if collective:
             self._comm.free()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 from cupy.cuda import runtime
@@ -14,22 +16,37 @@ from cupyep.comm.host import check_same_host
 from cupyep.errors import StateError, TopologyError
 
 DEFAULT_NUM_SMS = 16  # 8 fill one direction of a link; more help where a GPU's own memory is the limit
-_reserved: dict[int, int] = {}  # device -> SMs per rank that this process's live Buffers may use
 
 
-def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_s: float | None) -> tuple[int, int]:
-    """Collective: (this rank's device, the SMs that one of its kernels may take).
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """What a live Buffer's ranks of this process have taken of one GPU: `num_sms` each. One of them holds it."""
+
+    device: int
+    num_sms: int
+    threads: frozenset[int]  # their identifiers
+
+
+_claims: list[Claim] = []
+_claims_lock = threading.Lock()
+
+
+def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_s: float | None) -> Claim:
+    """Collective: this rank's device and the SMs that one of its kernels may take; to be given back by `release`.
 
     Kernels of all ranks wait for each other, so those that may run at once must fit on their GPU together: each live
-    Buffer has a budget, a share of the GPU divided by its ranks there.
+    Buffer has a budget, a share of the GPU divided by its ranks there. Ranks as threads meet around each launch, for
+    nothing else may happen to the GPU then, so only one set of threads can be at it.
     """
     check_same_host(comm, timeout_s)
-    mine: list[Any] = []
-    comm.together("choose device", lambda: mine.append(_describe(device, comm.rank)), timeout_s=timeout_s)
-    ordinal, bus_id, total_sms = mine[0]
-    everyone = comm.allgather((bus_id, _reserved.get(ordinal, 0)), operation="choose device", timeout_s=timeout_s)
-    sharing = [reserved for bus, reserved in everyone if bus == bus_id]
-    available = total_sms // len(sharing) - max(sharing)
+    described: list[Any] = []
+    comm.together("choose device", lambda: described.append(_describe(device, comm)), timeout_s=timeout_s)
+    ordinal, bus_id, total_sms = described[0]
+    reserved = sum(claim.num_sms for claim in _claims if claim.device == ordinal)
+    mine = bus_id, reserved, threading.get_ident() if comm.in_process else comm.rank
+    everyone = comm.allgather(mine, operation="choose device", timeout_s=timeout_s)
+    sharing = [rank for rank, (bus, *_) in enumerate(everyone) if bus == bus_id]
+    available = total_sms // len(sharing) - max(everyone[rank][1] for rank in sharing)
     if len(sharing) > 1 and not comm.in_process and comm.rank == 0 and not (env.mps_pipe_dir() / "control").exists():
         warnings.warn(
             f"{len(sharing)} ranks share one GPU without MPS: each handshake then takes milliseconds; "
@@ -38,22 +55,34 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
             stacklevel=5,
         )
     budget = default_budget(available) if num_sms is None else num_sms
-    if budget > available:
-        failure: Exception | None = StateError(
-            f"num_sms: expected at most {max(available, 0)} of the {total_sms} SMs of GPU {bus_id} for each of its "
-            f"{len(sharing)} ranks (open Buffers hold the others), got {budget}"
-        )
-    else:
-        failure = None
+    claim = Claim(ordinal, budget, frozenset(everyone[rank][2] for rank in sharing))
 
-    def check() -> None:
-        if failure:
-            raise failure
-        _check_peers(ordinal, comm.rank, [bus for bus, _ in everyone])
+    def take() -> None:
+        if budget > available:
+            raise StateError(
+                f"num_sms: expected at most {max(available, 0)} of the {total_sms} SMs of GPU {bus_id} for each of its "
+                f"{len(sharing)} ranks (open Buffers hold the others), got {budget}"
+            )
+        _check_peers(ordinal, comm.rank, [bus for bus, *_ in everyone])
+        if comm.in_process and comm.rank != sharing[0]:
+            return
+        with _claims_lock:
+            alive = {thread.ident for thread in threading.enumerate()}  # who forgot to close no longer counts
+            open_here = (other.threads for other in _claims if other.device == ordinal and other.threads <= alive)
+            groups = {threads for threads in (claim.threads, *open_here) if len(threads) > 1}
+            if comm.in_process and len(groups) > 1:
+                raise StateError(
+                    f"comm: expected one group of threads at a time on GPU {bus_id}, got a second while another has a "
+                    "Buffer open; use processes for groups side by side"
+                )
+            _claims.append(claim)
 
-    comm.together("choose device", check, timeout_s=timeout_s)
-    _reserved[ordinal] = _reserved.get(ordinal, 0) + (budget if not comm.in_process or comm.rank == 0 else 0)
-    return ordinal, budget
+    try:
+        comm.together("choose device", take, timeout_s=timeout_s)
+    except BaseException:
+        release(claim)
+        raise
+    return claim
 
 
 def default_budget(available: int) -> int:
@@ -61,10 +90,11 @@ def default_budget(available: int) -> int:
     return min(DEFAULT_NUM_SMS, max(1, available // 2))
 
 
-def release(device: int, comm: Communicator, num_sms: int) -> None:
-    """Gives back the budget of a closed Buffer."""
-    if not comm.in_process or comm.rank == 0:
-        _reserved[device] -= num_sms
+def release(claim: Claim) -> None:
+    """Gives back what a closed Buffer has taken. Nothing happens in the ranks that do not hold the claim."""
+    with _claims_lock:
+        if claim in _claims:
+            _claims.remove(claim)
 
 
 def load(device: int, num_ranks: int) -> Kernels:
@@ -74,11 +104,11 @@ def load(device: int, num_ranks: int) -> Kernels:
     return Kernels(num_ranks, capability, properties["sharedMemPerBlockOptin"], env.mover())
 
 
-def _describe(device: int | None, index: int) -> tuple[int, str, int]:
-    count = runtime.getDeviceCount()
+def _describe(device: int | None, comm: Communicator) -> tuple[int, str, int]:
+    count, current = runtime.getDeviceCount(), runtime.getDevice()
     if device is None:
-        ordinal = index % count
-        if (current := runtime.getDevice()) not in (0, ordinal):
+        ordinal = current if comm.local_rank is None else comm.local_rank % count
+        if current not in (0, ordinal):
             warnings.warn(f"Buffer uses GPU {ordinal}, the current device is {current}", RuntimeWarning, stacklevel=6)
     elif not 0 <= device < count:
         raise ValueError(f"device: expected 0..{count - 1}, got {device}")
