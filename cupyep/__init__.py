@@ -20,6 +20,7 @@ from cupyep.errors import (
     TopologyError,
 )
 from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
+from cupyep.quantize import dequantize_fp8, quantize_fp8
 from cupyep.threads import run_local
 
 __version__ = "0.1.0"
@@ -39,6 +40,8 @@ __all__ = [
     "PeerTimeoutError",
     "StateError",
     "TopologyError",
+    "dequantize_fp8",
+    "quantize_fp8",
     "run_local",
 ]
 

@@ -104,11 +104,17 @@ class AbortKind(IntEnum):
 
 
 class DType(IntEnum):
-    """Element types that combine can add."""
+    """Element types. Combine can add the first three; the others travel as they are."""
 
     FLOAT32 = 1
     FLOAT16 = 2
     BFLOAT16 = 3
+    UINT8 = 4
+    INT8 = 5
+    INT32 = 6
+    FLOAT8_E4M3FN = 7
+    FLOAT8_E5M2 = 8
+    FLOAT8_E8M0FNU = 9
 
 
 class Flag(IntEnum):
@@ -135,7 +141,8 @@ class Verdict(IntEnum):
 
 
 # The words that every rank must post alike. They lead the Post struct, in this order.
-SIGNATURE_FIELDS = ("operation", "dtype", "row_bytes", "num_topk", "num_experts", "handle_id", "flags")
+# scales: bytes of a token's scales * 16 + their DType, or 0.
+SIGNATURE_FIELDS = ("operation", "dtype", "row_bytes", "num_topk", "num_experts", "handle_id", "flags", "scales")
 
 # One rank's word to one peer about one operation. `epoch` is stored last, with release, and makes the rest valid.
 POST = Struct(
@@ -145,7 +152,6 @@ POST = Struct(
     num_tokens="u32",
     capacity="u32",  # capacity: rows that the block at rows_offset holds
     epoch="u32",
-    pad="u32",
     rows_offset="u64",
     idx_offset="u64",
     weights_offset="u64",
@@ -171,6 +177,7 @@ PUSH_PARAMS = Struct(
     x="ptr",
     topk_idx="ptr",
     topk_weights="ptr",
+    scales="ptr",
     order="ptr",
     routing="ptr",
     num_tokens="u32",
@@ -187,9 +194,20 @@ PULL_PARAMS = Struct(
     num_tokens="u32",
     pad="u32",
 )
+QUANTIZE_PARAMS = Struct("QuantizeParams", wide="ptr", codes="ptr", scales="ptr", num_tokens="u32", hidden="u32")
 BARRIER_PARAMS = Struct("BarrierParams", sync=SYNC, post=POST)
 ABORT_PARAMS = Struct("AbortParams", sync=SYNC, word="u64")
-KERNEL_STRUCTS = (POST, SYNC, ROUTING, COUNT_PARAMS, PUSH_PARAMS, PULL_PARAMS, BARRIER_PARAMS, ABORT_PARAMS)
+KERNEL_STRUCTS = (
+    POST,
+    SYNC,
+    ROUTING,
+    COUNT_PARAMS,
+    PUSH_PARAMS,
+    PULL_PARAMS,
+    BARRIER_PARAMS,
+    ABORT_PARAMS,
+    QUANTIZE_PARAMS,
+)
 
 
 # The abort word is one u64, so that it is claimed by one compare-and-swap and broadcast by one store; 0 means none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyep import checks
+from cupyep.backends.base import Form, Tokens
 from cupyep.errors import StateError
 from cupyep.group import Group
 from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
@@ -41,6 +42,7 @@ class Buffer(Group):
         num_experts: int | None = None,
         handle: Handle | None = None,
         copy: bool = False,
+        scales_order: str = "C",
         validate: bool = False,
         num_sms: int | None = None,
         num_tokens_per_rank: Any = None,
@@ -52,20 +54,23 @@ class Buffer(Group):
 
         Args:
             x: `[num_tokens, hidden]` float32, float16 or bfloat16; any array, it is only read. num_tokens may differ
-                between ranks and may be 0.
+                between ranks and may be 0. Or a pair (data, scales) of matrices with a row per token, which travel as
+                they are: fp8 codes with float32 scales or packed UE8M0 int32 (see quantize_fp8), MXFP8 or NVFP4 as
+                uint8; also float32, float16, bfloat16, int8, int32, and on NumPy the fp8 types of ml_dtypes.
             topk_idx: `[num_tokens, num_topk]` int32 or int64 global expert ids, -1 for none; num_topk 1..32.
             topk_weights: `[num_tokens, num_topk]` float32, or None.
             num_experts: of all ranks together, a multiple of their number; expert e lives on rank
                 e // (num_experts / num_ranks). None: the length of num_tokens_per_expert.
             handle: of an earlier dispatch: repeats its routing for another x, without topk_idx and without counting.
             copy: results in memory of their own instead of the arena; for results that are kept, as in training.
+            scales_order: "C" or "F": received scales row-major, or column-major, which takes a local copy.
             validate: check the three arrays below against our own counts; otherwise they are ignored.
             num_sms: SMs for this call; None: the default.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: as from get_dispatch_layout.
             config: ignored; DeepEP's tuning object.
 
         Returns: DispatchResult of
-            recv_x `[num_recv_tokens, hidden]`, ordered by (source rank, source token);
+            recv_x `[num_recv_tokens, hidden]`, ordered by (source rank, source token); a pair if x is one;
             recv_topk_idx `[num_recv_tokens, num_topk]`: ids of local experts, -1 for experts of other ranks;
             recv_topk_weights, the same shape, 0 where the id is -1; both None if not sent;
             num_recv_tokens_per_expert_list: listings of each local expert;
@@ -75,11 +80,14 @@ class Buffer(Group):
         Sync: collective. The results are ready in stream order (cuda) or complete (numpy); the host waits for counts.
         """
         backend = self._ready("dispatch")
-        x = backend.asarray("x", x)
-        checks.payload("x", x)
+        x, scales = self._payload(backend, x)
+        form = Form(copy, checks.one_of("scales_order", scales_order, ("C", "F")))
         sms = self._sms(backend, num_sms)
         if handle is not None:
-            return self._cached_dispatch(backend, x, topk_idx, topk_weights, handle, copy, sms)
+            for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+                if value is not None:
+                    raise ValueError(f"{name}: expected None with handle=, got an array")
+            return self._cached_dispatch(backend, Tokens(x, scales), handle, form, sms)
         if topk_idx is None:
             raise ValueError("topk_idx: expected an array, or handle= of an earlier dispatch, got None")
         topk_idx = backend.asarray("topk_idx", topk_idx)
@@ -101,24 +109,39 @@ class Buffer(Group):
                 if theirs is not None:
                     checks.same(name, backend.asnumpy(theirs), backend.asnumpy(expected))
         with self._watch():
-            recv_x, recv_idx, recv_weights, handle, event, bad_id = backend.dispatch(
-                x, topk_idx, topk_weights, num_experts, copy=copy, num_sms=sms
-            )
+            tokens = Tokens(x, scales, topk_idx, topk_weights)
+            came, handle, event, bad_id = backend.dispatch(tokens, num_experts, form, sms)
         if bad_id is not None:  # the operation was carried through with -1 in its place, so no peer suffers
             raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {bad_id}")
-        return DispatchResult(recv_x, recv_idx, recv_weights, handle.num_recv_tokens_per_expert, handle, event)
+        return self._result(came, handle, event)
 
     def _cached_dispatch(
-        self, backend: Any, x: Any, topk_idx: Any, topk_weights: Any, handle: Handle, copy: bool, sms: int | None
+        self, backend: Any, tokens: Tokens, handle: Handle, form: Form, sms: int | None
     ) -> DispatchResult:
         self._check_handle(backend, handle)
-        for name, value in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-            if value is not None:
-                raise ValueError(f"{name}: expected None with handle=, got an array")
-        checks.rows("x", x, handle.num_tokens, "num_tokens of the handle's dispatch")
+        checks.rows("x", tokens.x, handle.num_tokens, "num_tokens of the handle's dispatch")
         with self._watch():
-            recv_x, event = backend.cached_dispatch(x, handle, copy=copy, num_sms=sms)
-        return DispatchResult(recv_x, None, None, handle.num_recv_tokens_per_expert, handle, event)
+            came, event = backend.cached_dispatch(tokens, handle, form, sms)
+        return self._result(came, handle, event)
+
+    @staticmethod
+    def _payload(backend: Any, x: Any) -> tuple[Any, Any]:
+        """x as (data, scales or None), checked."""
+        if not isinstance(x, (tuple, list)):
+            x = backend.asarray("x", x)
+            checks.payload("x", x)
+            return x, None
+        if len(x) != 2:
+            raise ValueError(f"x: expected an array or a pair (data, scales), got {len(x)} items")
+        data, scales = (backend.asarray(f"x[{i}]", part) for i, part in enumerate(x))
+        checks.with_scales(data, scales)
+        return data, scales
+
+    @staticmethod
+    def _result(came: Tokens, handle: Handle, event: Any) -> DispatchResult:
+        recv_x = came.x if came.scales is None else (came.x, came.scales)
+        counts = handle.num_recv_tokens_per_expert
+        return DispatchResult(recv_x, came.topk_idx, came.topk_weights, counts, handle, event)
 
     def combine(
         self, x: Any, handle: Handle, topk_weights: Any = None, *, num_sms: int | None = None, config: Any = None

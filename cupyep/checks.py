@@ -9,16 +9,15 @@ import numpy as np
 
 from cupyep import abi
 
-# Element types by name; a name is what users see in messages.
-DTYPES = {
-    np.dtype(np.float32): abi.DType.FLOAT32,
-    np.dtype(np.float16): abi.DType.FLOAT16,
-    np.dtype(ml_dtypes.bfloat16): abi.DType.BFLOAT16,
-}
-
+# Element types that travel. Those of ADDABLE can be summed, the others are opaque and come with scales.
+DTYPES = {np.dtype(getattr(ml_dtypes, name, name)): abi.DType[name.upper()] for name in (
+    "float32", "float16", "bfloat16", "uint8", "int8", "int32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
+)}  # fmt: skip
+ADDABLE = tuple(dtype for dtype, number in DTYPES.items() if number <= abi.DType.BFLOAT16)
 
 MAX_TOKENS = 2**31 - 1  # of a rank: places are 32-bit
 MAX_ROW_BYTES = 2**31 - 1
+MAX_SCALE_BYTES = 2**16  # of a token
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -30,6 +29,20 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     return int(value)
 
 
+def boolean(name: str, value: Any) -> bool:
+    """`value`, which is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r}")
+    return value
+
+
+def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """`value`, which is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
 def matrix(name: str, array: Any) -> None:
     """`array` has two dimensions."""
     if array.ndim != 2:
@@ -39,8 +52,26 @@ def matrix(name: str, array: Any) -> None:
 def payload(name: str, array: Any) -> None:
     """`array` is a matrix of at least one column, of a type that combine can add."""
     matrix(name, array)
-    if array.dtype not in DTYPES:
+    if array.dtype not in ADDABLE:
         raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {array.dtype}")
+    _row(name, array)
+
+
+def with_scales(data: Any, scales: Any) -> None:
+    """`data` and `scales` are matrices of the same number of rows; neither need be of a type that can be added."""
+    for name, array in (("x[0]", data), ("x[1]", scales)):
+        matrix(name, array)
+        if array.dtype not in DTYPES:
+            known = ", ".join(dtype.name for dtype in DTYPES)
+            raise TypeError(f"{name}: expected one of {known}, got {array.dtype}")
+        _row(name, array)
+    rows("x[1]", scales, data.shape[0], "num_tokens of x[0]")
+    if scales.shape[1] * scales.dtype.itemsize > MAX_SCALE_BYTES:
+        raise ValueError(f"x[1]: expected rows of at most 64 KiB, got shape {tuple(scales.shape)} of {scales.dtype}")
+
+
+def _row(name: str, array: Any) -> None:
+    """A row of `array` has at least one element, and a size that the kernels can count."""
     if array.shape[1] == 0:
         raise ValueError(f"{name}: expected at least 1 column, got shape {tuple(array.shape)}")
     if array.shape[1] * array.dtype.itemsize > MAX_ROW_BYTES:

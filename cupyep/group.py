@@ -5,17 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from cupyep import abi, backends, checks
-from cupyep.backends.base import Shape
+from cupyep.backends.base import Tokens
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
 from cupyep.errors import ArenaExhaustedError, CupyepError, MismatchError, PeerError, PeerTimeoutError, StateError
-from cupyep.layout import RowLayout
 
 Self = TypeVar("Self", bound="Group")
 
@@ -73,37 +73,44 @@ class Group:
         num_topk: int = 8,
         idx_dtype: Any = np.int64,
         with_weights: bool = True,
+        num_scales: int = 0,
+        scale_dtype: Any = np.float32,
         max_tokens_per_rank: int | None = None,
     ) -> None:
         """Does ahead of time what a shape's first dispatch and combine would do: sizes the arena, loads kernels.
 
-        Args: as the arrays to come will have them; every rank must give the same. Units: elements, rows.
+        Args: as the arrays to come will have them; every rank must give the same. Units: elements, rows. With
+            num_scales, for a dispatch of (data, scales); the combine, of another type, is then a prepare of its own.
         Sync: collective; blocks.
         """
         backend = self._ready("prepare")
-        checks.payload("dtype", np.empty((0, checks.integer("hidden", hidden, 1)), np.dtype(dtype)))
+        x = np.empty((0, checks.integer("hidden", hidden, 1)), np.dtype(dtype))
+        scales = None
+        if checks.integer("num_scales", num_scales, 0):
+            scales = np.empty((0, num_scales), np.dtype(scale_dtype))
+            checks.with_scales(x, scales)
+        else:
+            checks.payload("dtype", x)
         if np.dtype(idx_dtype) not in (np.int32, np.int64):
             raise TypeError(f"idx_dtype: expected int32 or int64, got {np.dtype(idx_dtype)}")
         if not isinstance(with_weights, bool):
             raise TypeError(f"with_weights: expected a bool, got {with_weights!r}")
-        dtype, idx_bytes = np.dtype(dtype), np.dtype(idx_dtype).itemsize
-        checks.integer("num_topk", num_topk, 1, abi.MAX_TOPK)
+        idx = np.empty((0, checks.integer("num_topk", num_topk, 1, abi.MAX_TOPK)), np.dtype(idx_dtype))
         most = 0
         if max_tokens_per_rank is not None:
             most = checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1, checks.MAX_TOKENS)
         self._check_num_tokens(backend, most)
-        row_bytes = hidden * dtype.itemsize
-        arguments = {"hidden": hidden, "dtype": dtype.name, "num_topk": num_topk, "idx_dtype": np.dtype(idx_dtype).name}
+        arguments = {"hidden": hidden, "dtype": x.dtype.name, "num_topk": num_topk, "idx_dtype": idx.dtype.name}
         arguments |= {"with_weights": with_weights, "max_tokens_per_rank": max_tokens_per_rank}
+        arguments |= {"num_scales": num_scales, "scale_dtype": np.dtype(scale_dtype).name}
         with self._watch():
             self._comm.agree("prepare", arguments, timeout_s=self._timeout_s)
-            for weights in (False, True) if with_weights else (False,):
-                backend.prepare(
-                    Shape(abi.Operation.PUSH, hidden, dtype, RowLayout(row_bytes, num_topk, idx_bytes, weights)), most
-                )
-                backend.prepare(
-                    Shape(abi.Operation.PULL, hidden, dtype, RowLayout(row_bytes, num_topk, 0, weights)), most
-                )
+            for weights in (None, np.empty(idx.shape, np.float32)) if with_weights else (None,):
+                shape = Tokens(x, scales, idx, weights).shape
+                backend.prepare(shape, most)
+                if scales is None:
+                    rows = replace(shape.rows, idx_bytes=0)
+                    backend.prepare(replace(shape, operation=abi.Operation.PULL, rows=rows), most)
 
     def barrier(self) -> Any:
         """Until every rank has called it: on the host (numpy), or in the current stream's order (cuda). Collective.

@@ -113,6 +113,7 @@ class ControlLayout:
             "kChannelsOffset": self.channels_offset,
             "kChannelBytes": self.channel_bytes,
             "kCountsWords": counts_words(self.num_ranks),
+            "kSignatureWords": len(abi.SIGNATURE_FIELDS),
             "kPostEpochOffset": abi.POST.dtype.fields["epoch"][1],  # type: ignore[index]
             **names,
             **{f"kChannel{camel(channel.name)}": int(channel) for channel in Channel},
@@ -172,13 +173,14 @@ def camel(name: str) -> str:
 class RowLayout:
     """How one arena block holds `capacity` received rows: payload rows first, side rows apart, each part aligned.
 
-    A row's payload is opaque bytes; ids and weights (and later scales) are side rows with a pitch of their own.
+    A row's payload is opaque bytes; ids, weights and scales are side rows with a pitch of their own.
     """
 
     row_bytes: int
     num_topk: int = 0
     idx_bytes: int = 0  # bytes of one id: 4, 8, or 0 when no ids travel
     with_weights: bool = False
+    scale_bytes: int = 0  # bytes of one token's scales, 0 when none travel
 
     def parts(self, capacity: int) -> dict[str, int]:
         """Bytes of `capacity` rows of each part that travels."""
@@ -186,6 +188,7 @@ class RowLayout:
             "rows": self.row_bytes,
             "idx": self.num_topk * self.idx_bytes,
             "weights": self.num_topk * 4 * self.with_weights,
+            "scales": self.scale_bytes,
         }
         return {name: capacity * size for name, size in sizes.items() if size}
 
@@ -195,8 +198,8 @@ class RowLayout:
         return max(0, num_bytes - len(parts) * ALIGNMENT) // sum(parts.values())
 
     def offsets(self, capacity: int) -> dict[str, int]:
-        """Byte offsets of rows, idx and weights from the block's start, and the block's size as `num_bytes`."""
-        idx = align(capacity * self.row_bytes)
-        weights = align(idx + capacity * self.num_topk * self.idx_bytes)
-        end = align(weights + capacity * self.num_topk * 4 * self.with_weights)
-        return {"rows": 0, "idx": idx, "weights": weights, "num_bytes": max(end, ALIGNMENT)}
+        """Byte offsets of rows, idx, weights and scales from the block's start, and its size as `num_bytes`."""
+        parts, offsets, end = self.parts(capacity), {}, 0
+        for name in ("rows", "idx", "weights", "scales"):
+            offsets[name], end = end, align(end + parts.get(name, 0))
+        return {**offsets, "num_bytes": max(end, ALIGNMENT)}

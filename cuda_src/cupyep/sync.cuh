@@ -21,7 +21,6 @@ using ptx::u32;
 using ptx::u64;
 using u8 = unsigned char;
 
-constexpr u32 kSignatureWords = 7;  // the leading words of a Post, which all ranks must post alike
 constexpr u32 kPostEpochWord = cfg::kPostEpochOffset / 4;
 constexpr u32 kPostWords = sizeof(Post) / 4;
 
@@ -155,7 +154,7 @@ __device__ inline u32 wait_posts(const Sync& sync, u32 operation, u32 epoch) {
   for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
     const u32* first = reinterpret_cast<const u32*>(posts);
     const u32* words = reinterpret_cast<const u32*>(posts + peer);
-    for (u32 word = 0; word < kSignatureWords; ++word) mismatch |= words[word] != first[word];
+    for (u32 word = 0; word < cfg::kSignatureWords; ++word) mismatch |= words[word] != first[word];
     const u32 status = ptx::ld_relaxed_sys(&posts[peer].status);  // the one word that its sender may change later
     failed |= status == cfg::kStatusFailed;
     if (status == cfg::kStatusRevoked) {

@@ -1,7 +1,8 @@
 // PUSH: our rows into their final places at every destination. Any number of CTAs, kWarps independent warps each.
 //
-//   in    x [num_tokens][kRowBytes]; order and routing from COUNT; topk_idx and topk_weights, or 0
-//   out   at each destination's block: rows, and beside them local expert ids and weights (side rows)
+//   in    x [num_tokens][kRowBytes]; order and routing from COUNT; scales [num_tokens][kScaleBytes] if these are not 0;
+//         topk_idx and topk_weights, or 0
+//   out   at each destination's block: rows, and beside them scales, local expert ids and weights (side rows)
 //   sync  post (H7: the block may be written), done (H4, H8, H9)
 //   moves each row once from memory and once to each destination: the SM's store port is the limit
 //
@@ -15,12 +16,15 @@
 using namespace cupyep;
 
 constexpr u32 kGroups = (cfg::kNumRanks + 31) / 32;
+constexpr u32 kScaleVecs = cfg::kScaleBytes / cfg::kScaleVecBytes;  // of a token
+using ScaleVec = VecOf<cfg::kScaleVecBytes>;
 
 // Where rows go at each destination, from the posts; in shared memory.
 struct Destinations {
   u8* rows[cfg::kNumRanks];
   u8* idx[cfg::kNumRanks];
   float* weights[cfg::kNumRanks];
+  ScaleVec* scales[cfg::kNumRanks];
   u32 base[cfg::kNumRanks];      // our first row there
   u32 capacity[cfg::kNumRanks];  // rows that the block holds
 };
@@ -30,6 +34,8 @@ struct Token {
   int order[kGroups];  // of rank group * 32 + lane: place among our tokens for that rank, or -1
   long long id;        // of column `lane`
   float weight;
+  const ScaleVec* scales;
+  ScaleVec scale;  // the vector number `lane` of scales
 
   __device__ __forceinline__ void read(const PushParams& p, u32 token, u32 lane) {
 #pragma unroll
@@ -44,6 +50,10 @@ struct Token {
                                           : reinterpret_cast<const int*>(p.topk_idx)[at];
       if (p.topk_weights != 0) weight = reinterpret_cast<const float*>(p.topk_weights)[at];
     }
+    if constexpr (kScaleVecs > 0) {
+      scales = reinterpret_cast<const ScaleVec*>(p.scales) + static_cast<u64>(token) * kScaleVecs;
+      if (lane < kScaleVecs) scale = scales[lane];
+    }
   }
 };
 
@@ -54,15 +64,20 @@ __device__ __forceinline__ bool within(const PushParams& p, const Destinations& 
   return false;
 }
 
-// Ids and weights of one token to the ranks of one group, of which `row` is this lane's; lane k carries column k. They
-// are plain stores: done tells of them (H8).
+// Ids, weights and scales of one token to the ranks of one group, of which `row` is this lane's; lane k carries column k.
+// They are plain stores: done tells of them (H8).
 __device__ __forceinline__ void push_side_rows(const PushParams& p, const Destinations& to, const Token& token, int row,
                                                u32 group, u32 lane) {
   const u32 num_topk = p.post.num_topk;
   for (u32 left = __ballot_sync(~0u, row >= 0); left != 0; left &= left - 1) {
     const u32 owner = __ffs(left) - 1, rank = group * 32 + owner;
-    const u64 column = static_cast<u64>(__shfl_sync(~0u, row, owner)) * num_topk + lane;
-    if (lane < num_topk) {
+    const u64 there = static_cast<u64>(__shfl_sync(~0u, row, owner)), column = there * num_topk + lane;
+    if constexpr (kScaleVecs > 0) {
+      ScaleVec* scales = to.scales[rank] + there * kScaleVecs;
+      if (lane < kScaleVecs) scales[lane] = token.scale;
+      for (u32 vec = lane + 32; vec < kScaleVecs; vec += 32) scales[vec] = token.scales[vec];
+    }
+    if (p.topk_idx != 0 && lane < num_topk) {
       const long long local = token.id - static_cast<long long>(rank) * p.num_local_experts;
       const bool here = local >= 0 && local < p.num_local_experts;
       const long long sent = here ? local : -1;
@@ -91,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(cfg::kWarps * 32, 1) push(const __g
     to.rows[rank] = block + theirs.rows_offset;
     to.idx[rank] = block + theirs.idx_offset;
     to.weights[rank] = reinterpret_cast<float*>(block + theirs.weights_offset);
+    to.scales[rank] = reinterpret_cast<ScaleVec*>(block + theirs.scales_offset);
     to.base[rank] = reinterpret_cast<const int*>(routing + 1)[rank];
     to.capacity[rank] = theirs.capacity;
   }
@@ -111,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(cfg::kWarps * 32, 1) push(const __g
       const int row = token.order[group] < 0 ? -1 : token.order[group] + static_cast<int>(to.base[rank]);
       const bool goes = row >= 0 && (fits &= within(p, to, row, rank, epoch));
       mover.store(goes ? to.rows[rank] + static_cast<u64>(row) * cfg::kRowBytes : nullptr, unit);
-      if (unit.chunk == 0 && p.topk_idx != 0) push_side_rows(p, to, token, goes ? row : -1, group, lane);
+      if (unit.chunk == 0 && (p.topk_idx != 0 || kScaleVecs > 0)) push_side_rows(p, to, token, goes ? row : -1, group, lane);
     }
     mover.next(i);
     leave = __any_sync(~0u, stop || !fits);

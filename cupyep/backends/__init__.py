@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
 
 from cupyep.backends.base import Backend
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import StateError
+
+_DLPACK_CUDA = 2  # kDLCUDA
 
 
 def create(comm: Communicator, config: BufferConfig, device: int | None, num_sms: int | None) -> Backend:
@@ -26,6 +31,14 @@ def create(comm: Communicator, config: BufferConfig, device: int | None, num_sms
     from cupyep.backends.numpy.backend import NumpyBackend
 
     return NumpyBackend(comm, config)
+
+
+def of_array(array: Any) -> ModuleType:
+    """The fp8 module of the backend that `array` belongs to: CUDA for memory of a GPU, else NumPy."""
+    on_gpu = hasattr(array, "__cuda_array_interface__")
+    if not on_gpu and hasattr(array, "__dlpack_device__"):
+        on_gpu = array.__dlpack_device__()[0] == _DLPACK_CUDA
+    return importlib.import_module(f"cupyep.backends.{'cuda' if on_gpu else 'numpy'}.fp8")
 
 
 def require_cuda() -> None:

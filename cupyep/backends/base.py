@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ class Shape:
     hidden: int
     dtype: Any  # NumPy dtype
     rows: RowLayout
+    scale_dtype: Any = None  # NumPy dtype of the scales that travel
 
     @property
     def signature(self) -> dict[str, int]:
@@ -35,7 +36,45 @@ class Shape:
             "row_bytes": self.rows.row_bytes,
             "num_topk": self.rows.num_topk,
             "flags": flags,
+            "scales": self.rows.scale_bytes * 16 + checks.DTYPES[self.scale_dtype] if self.rows.scale_bytes else 0,
         }
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a dispatch sends, or what came of it. None: does not travel."""
+
+    x: Any
+    scales: Any = None
+    topk_idx: Any = None
+    topk_weights: Any = None
+
+    @property
+    def shape(self) -> Shape:
+        """Of the PUSH that sends them."""
+        idx, scales, row_bytes = self.topk_idx, self.scales, self.x.shape[1] * self.x.dtype.itemsize
+        rows = RowLayout(
+            row_bytes,
+            num_topk=0 if idx is None else idx.shape[1],
+            idx_bytes=0 if idx is None else idx.dtype.itemsize,
+            with_weights=self.topk_weights is not None,
+            scale_bytes=0 if scales is None else scales.shape[1] * scales.dtype.itemsize,
+        )
+        scale_dtype = None if scales is None else scales.dtype
+        return Shape(abi.Operation.PUSH, self.x.shape[1], self.x.dtype, rows, scale_dtype)
+
+    def map(self, function: Callable[[Any], Any]) -> Tokens:
+        """`function` of each array that travels."""
+        arrays = (self.x, self.scales, self.topk_idx, self.topk_weights)
+        return Tokens(*(None if array is None else function(array) for array in arrays))
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the results of a dispatch are to be like; see Buffer.dispatch."""
+
+    copy: bool = False
+    scales_order: str = "C"
 
 
 @dataclass(frozen=True)
@@ -97,14 +136,12 @@ class Backend(ABC):
         """`value` as a NumPy array (a copy from the GPU where it lies there)."""
 
     @abstractmethod
-    def dispatch(
-        self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
-    ) -> tuple:
-        """(recv_x, recv_topk_idx, recv_topk_weights, handle, event, an id out of range or None). Collective."""
+    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, num_sms: int | None) -> tuple:
+        """(received Tokens, handle, event, an id out of range or None). Collective."""
 
     @abstractmethod
-    def cached_dispatch(self, x: Any, handle: Any, *, copy: bool, num_sms: int | None) -> tuple:
-        """(recv_x, event): rows only, along a routing that is known. Collective."""
+    def cached_dispatch(self, tokens: Tokens, handle: Any, form: Form, num_sms: int | None) -> tuple:
+        """(received Tokens, event): rows and scales only, along a routing that is known. Collective."""
 
     @abstractmethod
     def combine(self, x: Any, handle: Any, topk_weights: Any, *, num_sms: int | None) -> tuple:

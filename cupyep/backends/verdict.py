@@ -26,6 +26,12 @@ def _readable(field: str, expected: int, got: int) -> tuple[str, Any, Any]:
         return field, Operation(expected).verb, Operation(got).verb
     if field == "dtype":
         return field, abi.DType(expected).name.lower(), abi.DType(got).name.lower()
+    if field == "scales":
+        names = [
+            f"{value // 16} bytes of {abi.DType(value % 16).name.lower()}" if value else "none"
+            for value in (expected, got)
+        ]
+        return field, names[0], names[1]
     if field == "flags":
         names = [str([flag.name.lower() for flag in abi.Flag if value & flag]) for value in (expected, got)]
         return field, names[0], names[1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyep.backends.base import Form, Tokens
 from cupyep.backends.numpy.backend import NumpyBackend
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
@@ -42,9 +43,9 @@ def run_rank(rank: int, connection: Connection) -> None:
     config = BufferConfig(backend="numpy", timeout_s=TIMEOUT_S)
     backend = NumpyBackend(PipeCommunicator(rank, connection), config)
     x, topk_idx = np.full((1, 8), 1 + rank, np.float32), np.array([[0, 1]])
-    recv_x, _, _, handle, *_ = backend.dispatch(x, topk_idx, None, 2, copy=False, num_sms=None)
-    combined_x, _, _ = backend.combine(recv_x, handle, None, num_sms=None)
-    got = recv_x[:, 0].tolist(), combined_x[:, 0].tolist()
+    came, handle, *_ = backend.dispatch(Tokens(x, topk_idx=topk_idx), 2, Form(), None)
+    combined_x, _, _ = backend.combine(came.x, handle, None, num_sms=None)
+    got = came.x[:, 0].tolist(), combined_x[:, 0].tolist()
     backend.close(collective=True)
     expected = [1.0, 2.0], [2.0 * (1 + rank)]
     if got != expected:

@@ -21,11 +21,11 @@ import reference
 from cases import Case
 from multirank.checks import assert_bits
 
-from cupyep import abi, layout
+from cupyep import layout
 from cupyep.abi import Operation
-from cupyep.backends.base import Shape
+from cupyep.backends.base import Shape, Tokens
 from cupyep.backends.cuda import launcher, plan
-from cupyep.errors import CupyepError, PeerError, PeerTimeoutError
+from cupyep.errors import CupyepError
 from ptxsim.memory import GLOBAL, POISON, Space
 from ptxsim.scheduler import Scheduler
 from ptxsim.sources import Patch, program
@@ -59,6 +59,7 @@ class Job:
     rounds: int = 1
     chunks: int = 1
     rows_only: bool = False  # ids and weights do not travel, as in a cached dispatch
+    scale_bytes: int = 0  # of a token
     own_plan: bool = False  # the backend's plan instead of a small one
     kernels: tuple[str, ...] = ("count", "push", "pull")
     absent: tuple[int, str] | None = None  # a rank, and the operation at which it is missing
@@ -82,9 +83,12 @@ class Rank:
         num_tokens, size = len(self.x), self.case.num_ranks
         self.capacity = max(1, sum(self.case.num_tokens))
         row_bytes, topk = self.x.shape[1] * self.x.itemsize, self.case.num_topk
-        rows = layout.RowLayout(row_bytes, topk, self.topk_idx.itemsize, self.topk_weights is not None)
-        self.push_shape = Shape(Operation.PUSH, self.x.shape[1], self.x.dtype, rows)
-        self.pull_shape = replace(self.push_shape, operation=Operation.PULL, rows=replace(rows, idx_bytes=0))
+        self.scales = group.scales[rank]
+        rows = layout.RowLayout(row_bytes, topk, self.topk_idx.itemsize, self.topk_weights is not None,
+                                group.job.scale_bytes)
+        self.push_shape = Shape(Operation.PUSH, self.x.shape[1], self.x.dtype, rows, self.scales.dtype)
+        self.pull_shape = replace(self.push_shape, operation=Operation.PULL,
+                                  rows=replace(rows, idx_bytes=0, scale_bytes=0))
         control = layout.ControlLayout(size)
         block = rows.offsets(self.capacity)
         self.block_bytes, self.parts = block["num_bytes"], block
@@ -94,6 +98,7 @@ class Rank:
         self.peers = self.array(np.zeros(size, np.uint64))
         self.device_x, self.device_idx = self.array(self.x), self.array(self.topk_idx)
         self.device_weights = None if self.topk_weights is None else self.array(self.topk_weights)
+        self.device_scales = self.array(self.scales) if group.job.scale_bytes else None
         self.order, self.words = self.array(num_tokens * size * 4), self.array(4 * (2 + size))
         self.out = self.array(self.x.nbytes, num_tokens)
         self.out_weights = None if self.topk_weights is None else self.array(self.topk_weights.nbytes)
@@ -164,11 +169,12 @@ class Rank:
         self.launcher.count(self.push_shape, self.routing, self.device_idx, 1 << 20, 0)
 
     def push(self) -> None:
-        where = {name: self.dispatch_at + self.parts[name] for name in ("rows", "idx", "weights")}
-        shape, side = self.push_shape, (self.device_idx, self.device_weights)
+        where = {name: self.dispatch_at + self.parts[name] for name in ("rows", "idx", "weights", "scales")}
+        shape, tokens = self.push_shape, Tokens(self.device_x, self.device_scales, self.device_idx, self.device_weights)
         if self.group.job.rows_only:
-            shape, side = replace(shape, rows=layout.RowLayout(shape.rows.row_bytes)), (None, None)
-        self.launcher.push(shape, self.routing, self.device_x, *side, where, self.group.job.num_ctas)
+            shape = replace(shape, rows=replace(shape.rows, num_topk=0, idx_bytes=0, with_weights=False))
+            tokens = Tokens(self.device_x, self.device_scales)
+        self.launcher.push(shape, self.routing, tokens, where, self.group.job.num_ctas)
 
     def pull(self) -> None:
         where = {name: self.combine_at + self.parts[name] for name in ("rows", "weights")}
@@ -188,8 +194,10 @@ class Rank:
         base = self.space.read(self.rank, self.words.data.ptr + 8, (self.case.num_ranks,), np.int32)
         order = self.space.read(self.rank, self.order.data.ptr, (len(self.x), self.case.num_ranks), np.int32)
         assert_bits("send_row", np.where(order < 0, np.int32(-1), order + base).astype(np.int32), expected.send_row)
-        parts = [("rows", expected.x), ("idx", expected.topk_idx), ("weights", expected.topk_weights)]
-        for name, value in parts[:1] if self.group.job.rows_only else parts:
+        scales = self.group.received_scales[self.rank] if self.group.job.scale_bytes else None
+        parts = [("rows", expected.x), ("scales", scales), ("idx", expected.topk_idx),
+                 ("weights", expected.topk_weights)]
+        for name, value in parts[:2] if self.group.job.rows_only else parts:
             if value is not None:
                 got = self.read_part(self.dispatch_at, name, value.shape[1], value.dtype)
                 assert_bits(f"rank {self.rank} received {name}", got[: len(value)], value)
@@ -236,6 +244,10 @@ class Group:
         weights = [topk_weights for *_, topk_weights in inputs] if case.weights else None
         self.received = reference.dispatch([x for x, *_ in inputs], [idx for _, idx, _ in inputs], weights,  # type: ignore[arg-type]
                                            case.num_experts)
+        rng = np.random.default_rng(case.seed)
+        self.scales = [rng.integers(0, 256, (len(x), job.scale_bytes), np.uint8) for x, *_ in inputs]
+        self.received_scales = [part.x for part in reference.dispatch(self.scales, [idx for _, idx, _ in inputs], None,
+                                                                      case.num_experts)]
         self.answers = [case.outputs(rank, len(self.received[rank].x)) for rank in range(size)]
         self.combined = reference.combine([y for y, _ in self.answers], self.received, case.num_tokens)
         self.combined_weights = reference.combine([w for _, w in self.answers], self.received, case.num_tokens) if (  # type: ignore[misc]
@@ -255,46 +267,3 @@ def run(job: Job, seed: int, trace: Callable[[str], None] | None = None) -> Grou
     group = Group(job, seed, trace)
     group.run()
     return group
-
-
-def check_failures(group: Group) -> None:
-    """After a job with a rank that did not come, or not in time: everyone who waited names it, with one record."""
-    at = group.job.absent or group.job.stalled
-    if at is None:
-        return
-    missing, name = at
-    words = {rank.abort_word() for rank in group.ranks}
-    assert len(words) == 1, f"abort words differ: {words}"
-    word = words.pop()
-    if group.job.stalled and not word:  # it came through before it stopped
-        assert all(rank.error is None for rank in group.ranks), "an error without a record"
-        return
-    kind, operation, reporter, peer, _ = abi.unpack_abort(word)
-    assert (kind, peer) == (abi.AbortKind.TIMEOUT, missing) and reporter != missing, f"record {word:#x}"
-    assert group.job.stalled or operation.name == name.upper(), f"operation {operation}"
-    for rank in group.ranks:
-        through = group.job.stalled or rank.rank == missing  # may have been through before anybody gave up
-        assert isinstance(rank.error, PeerTimeoutError) or (rank.error is None and through), f"{rank.error}"
-        assert rank.error is None or (rank.error.peer, rank.error.rank) == (missing, reporter), f"{rank.error}"
-
-
-def run_barriers(num_ranks: int, seed: int) -> None:
-    """Two BARRIERs of all ranks, then one that rank 0 ends by an abort in place of coming."""
-    group, arrived = Group(Job(Case(num_ranks=num_ranks, tokens=1)), seed), []
-
-    def arrive(rank: Rank) -> None:
-        arrived.append(rank.rank)
-        rank.launcher.barrier()
-
-    def through(rank: Rank, number: int) -> None:
-        rank.launcher.check()
-        assert len(arrived) >= number * num_ranks, f"through barrier {number} after {arrived}"
-
-    group.scheduler.run({rank.rank: [step for number in (1, 2) for step in (
-        functools.partial(arrive, rank), functools.partial(through, rank, number))] for rank in group.ranks})
-    first, *others = group.ranks
-    group.scheduler.run({0: [lambda: first.launcher.abort(abi.AbortKind.CLOSED, 0, None)]} | {
-        rank.rank: [rank.launcher.barrier, functools.partial(rank.attempt, rank.launcher.check)] for rank in others})
-    assert len({rank.abort_word() for rank in group.ranks}) == 1
-    for rank in others:
-        assert isinstance(rank.error, PeerError) and rank.error.peer == 0, f"rank {rank.rank}: {rank.error}"

@@ -168,6 +168,7 @@ def f16_bits(value: Any) -> Any:
 BINARY = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
           "min": np.minimum, "max": np.maximum, "shl": shift(True), "shr": shift(False), "div": quotient,
           "rem": remainder}
+FLOAT = {"div": np.divide, "min": np.fmin, "max": np.fmax}  # of NaN and a number: the number
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
            "ge": operator.ge, "lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
 UNARY = {"not": operator.invert, "neg": operator.neg, "abs": np.abs, "brev": reverse_bits,
@@ -195,7 +196,7 @@ def arithmetic(program: Program, instruction: Instruction) -> Run | None:
             get, put = use.get(of, kind), use.put(to)
             return lambda cta, mask: put(cta, mask, get(cta))
     if name in BINARY and len(operands) == 3:
-        function, put = BINARY[name], use.put(operands[0])
+        function, put = (FLOAT if kind == "f32" else {}).get(name, BINARY[name]), use.put(operands[0])
         a, b = use.get(operands[1], kind), use.get(operands[2], "u32" if name in ("shl", "shr") else kind)
         return lambda cta, mask: put(cta, mask, function(a(cta), b(cta)))
     if name in UNARY:
@@ -231,7 +232,9 @@ def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
         return lambda cta, mask: put(cta, mask, bits(upper(cta)) << np.uint32(16) | bits(lower(cta)))
     get, dtype = use.get(operands[1], of), DTYPES[to]
     if DTYPES[of].kind == "f" and dtype.kind != "f":
-        raise NotImplementedError(".".join(op))
+        if "rni" not in op:
+            raise NotImplementedError(".".join(op))
+        return lambda cta, mask: put(cta, mask, np.rint(get(cta)).astype(dtype))
     return lambda cta, mask: put(cta, mask, np.asarray(get(cta)).astype(dtype))
 
 

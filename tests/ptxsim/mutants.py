@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from cases import Case
 
-from ptxsim import harness
+from ptxsim import failures, harness
 from ptxsim.harness import Job
 from ptxsim.sources import Patch, PatchError
 
@@ -52,7 +52,7 @@ def symptom(mutant: Mutant, seed: int, trace: Callable[[str], None] | None = Non
     try:
         group = harness.Group(replace(JOBS[mutant.job], patch=mutant.patch), seed, trace)
         group.run()
-        harness.check_failures(group)
+        failures.check_failures(group)
     except PatchError:
         raise
     except Exception as error:  # poison may end in any exception of the host's code

@@ -12,7 +12,7 @@ from cases import Case
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="PTX needs CuPy with NVRTC", exc_type=ImportError)
 
-from ptxsim import harness
+from ptxsim import failures, harness
 from ptxsim.harness import Job
 
 SEEDS = range(int(os.environ.get("CUPYEP_PTXSIM_SEEDS", "5")))
@@ -31,6 +31,10 @@ JOBS = {
     "float32, no weights": Job(case(hidden=16, dtype="float32", tokens=(0, 6), num_topk=1, weights=False), num_ctas=3),
     "odd rows": Job(case(hidden=25, dtype="float16", tokens=(3, 4), num_topk=4, idx_dtype="int32"), "vector"),
     "rows only": Job(case(tokens=(9, 7)), num_ctas=1, rows_only=True),
+    "scales": Job(case(tokens=(9, 7)), num_ctas=1, scale_bytes=40 * 16),
+    "scales-vector": Job(case(num_ranks=3, tokens=(4, 0, 7)), "vector", scale_bytes=24),
+    "odd scales, rows only": Job(case(tokens=(4, 5)), num_ctas=1, scale_bytes=37, rows_only=True),
+    "scales in chunks": Job(case(hidden=128, dtype="float16", tokens=(5, 2)), chunks=2, scale_bytes=4),
     "nowhere": Job(case(hidden=32, tokens=(2, 2), routing="nowhere")),
     "duplicates": Job(case(num_ranks=3, tokens=(3, 5, 1), num_topk=4, routing="duplicates")),
     "one rank gets all": Job(case(num_ranks=3, tokens=(3, 5, 1), routing="one rank"), num_ctas=1),
@@ -54,7 +58,7 @@ def test_dispatch_and_combine(name: str, seed: int) -> None:
 def test_a_rank_that_never_comes(absent: tuple[int, str], mover: str, seed: int) -> None:
     """The deadline passes: every CTA leaves with its copies drained, and all ranks name the same culprit."""
     group = harness.run(Job(THREE, mover, absent=absent), seed)
-    harness.check_failures(group)
+    failures.check_failures(group)
     assert sum(rank.error is not None for rank in group.ranks) == 2
 
 
@@ -65,7 +69,7 @@ def test_a_rank_that_stops_on_the_way(stalled: tuple[int, str], mover: str) -> N
     aborted = 0
     for seed in SEEDS:
         group = harness.run(Job(THREE, mover, stalled=stalled), seed)
-        harness.check_failures(group)
+        failures.check_failures(group)
         aborted += group.ranks[0].abort_word() != 0
     assert aborted, "no schedule was long enough for a deadline to pass"
 
@@ -73,4 +77,4 @@ def test_a_rank_that_stops_on_the_way(stalled: tuple[int, str], mover: str) -> N
 def test_barrier_and_abort() -> None:
     """BARRIER lets nobody through before all have come; the host's abort reaches every rank."""
     for seed in SEEDS:
-        harness.run_barriers(3, seed)
+        failures.run_barriers(3, seed)

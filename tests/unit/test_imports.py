@@ -23,7 +23,7 @@ LAYERS = (
     {"config", "comm"},
     {"model"},
     {"backends"},
-    {"group", "threads"},
+    {"group", "threads", "quantize"},
     {"buffer"},
     {""},
     {"tma"},

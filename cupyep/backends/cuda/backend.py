@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import cupy
@@ -17,9 +18,10 @@ import numpy as np
 from cupy.cuda import runtime
 
 from cupyep.abi import AbortKind, Operation, Verdict
-from cupyep.backends.base import Capacity, Shape
+from cupyep.backends.base import Capacity, Form, Shape, Tokens
 from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena, Block
+from cupyep.backends.cuda.arrays import asarray, plain
 from cupyep.backends.cuda.blocks import Blocks, offsets, received
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher, Routing
@@ -70,18 +72,9 @@ class CudaBackend(Session):
 
     def asarray(self, name: str, value: Any) -> cupy.ndarray:
         with cupy.cuda.Device(self._device):
-            if isinstance(value, cupy.ndarray):
-                array = value
-            elif not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
-                array = cupy.from_dlpack(value)
-            elif not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
-                raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
-            else:
-                array = cupy.asarray(value)
+            array = asarray(name, value)
         if array.size and array.device.id != self._device:
-            raise ValueError(
-                f"{name}: expected an array on this Buffer's GPU {self._device}, got GPU {array.device.id}"
-            )
+            raise ValueError(f"{name}: expected an array on the Buffer's GPU {self._device}, got GPU {array.device.id}")
         return array
 
     def asnumpy(self, value: Any) -> np.ndarray:
@@ -89,19 +82,17 @@ class CudaBackend(Session):
 
     # dispatch
 
-    def dispatch(
-        self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
-    ) -> tuple:
+    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, num_sms: int | None) -> tuple:
         sms, handle_id, size = num_sms or self._claim.num_sms, self._handle_id, self._comm.size
-        rows = RowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1], topk_idx.itemsize, topk_weights is not None)
-        shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
+        shape, num_tokens = tokens.shape, len(tokens.x)
+        rows = shape.rows
         with self._operation() as current:
-            x, topk_idx, topk_weights = (_plain(array) for array in (x, topk_idx, topk_weights))
-            order, words = cupy.empty((len(x), size), np.int32), cupy.empty(2 + size, np.int32)
+            tokens = tokens.map(plain)
+            order, words = cupy.empty((num_tokens, size), np.int32), cupy.empty(2 + size, np.int32)
 
             def push(capacity: int, blocks: Any) -> None:
                 routing = Routing(handle_id, num_experts, order, words, capacity)
-                self._launcher.push(shape, routing, x, topk_idx, topk_weights, offsets(blocks), sms)
+                self._launcher.push(shape, routing, tokens, offsets(blocks), sms)
 
             early, capacity, free = shape in self._prepared, _ANY, self._arena.largest
             blocks: dict[str, Block] = {}
@@ -110,7 +101,7 @@ class CudaBackend(Session):
                 blocks = self._blocks.allocate(rows.parts(capacity), current) if capacity else {}
             with self._launching(Operation.COUNT, current):
                 routing = Routing(handle_id, num_experts, order, words, capacity)
-                self._launcher.count(shape, routing, topk_idx, self.capacity.max_tokens_per_rank, free)
+                self._launcher.count(shape, routing, tokens.topk_idx, self.capacity.max_tokens_per_rank, free)
                 counted_event = self._comm_stream.record()
                 if early:
                     push(capacity, blocks)
@@ -128,13 +119,12 @@ class CudaBackend(Session):
                 self._launcher.check()
                 assert isinstance(granted, dict)
                 blocks = granted
-            arrays = received(blocks, rows.parts(num_recv), shape, num_recv, topk_idx.dtype)
+            came = received(blocks, shape, num_recv)
             event = self._finish(current)
-            if copy:
-                arrays = tuple(None if array is None else array.copy() for array in arrays)
+            came = _formed(came, form)
         handle = CudaHandle(
-            num_tokens=len(x),
-            num_topk=topk_idx.shape[1],
+            num_tokens=num_tokens,
+            num_topk=rows.num_topk,
             num_experts=num_experts,
             num_recv_tokens=num_recv,
             num_recv_tokens_per_rank=counted.rows,
@@ -143,19 +133,18 @@ class CudaBackend(Session):
             owner=self,
             routing=Routing(handle_id, num_experts, order, words, num_recv),
         )
-        return *arrays, handle, event, counted.bad_id
+        return came, handle, event, counted.bad_id
 
-    def cached_dispatch(self, x: Any, handle: CudaHandle, *, copy: bool, num_sms: int | None) -> tuple:
-        sms, rows = num_sms or self._claim.num_sms, RowLayout(x.shape[1] * x.itemsize)
-        shape, num_recv = Shape(Operation.PUSH, x.shape[1], x.dtype, rows), handle.num_recv_tokens
+    def cached_dispatch(self, tokens: Tokens, handle: CudaHandle, form: Form, num_sms: int | None) -> tuple:
+        sms, shape, num_recv = num_sms or self._claim.num_sms, tokens.shape, handle.num_recv_tokens
         with self._operation() as current:
             self._agree(shape, handle, current)
-            x, blocks = _plain(x), self._blocks.try_allocate(rows.parts(num_recv), current)
+            tokens, blocks = tokens.map(plain), self._blocks.try_allocate(shape.rows.parts(num_recv), current)
             with self._launching(Operation.PUSH, current):
-                self._launcher.push(shape, handle.routing, x, None, None, offsets(blocks), sms)
-            recv_x = received(self._granted(blocks), rows.parts(num_recv), shape, num_recv, None)[0]
+                self._launcher.push(shape, handle.routing, tokens, offsets(blocks), sms)
+            came = received(self._granted(blocks), shape, num_recv)
             event = self._finish(current)
-            return recv_x.copy() if copy else recv_x, event
+            return _formed(came, form), event
 
     # combine
 
@@ -249,8 +238,10 @@ class CudaBackend(Session):
             self._comm.free()
 
 
-def _plain(array: Any) -> Any:
-    """What kernels read: C-contiguous and 16-byte aligned, a copy if need be."""
-    if array is None or (array.flags.c_contiguous and array.data.ptr % 16 == 0):
-        return array
-    return array.copy(order="C")
+def _formed(came: Tokens, form: Form) -> Tokens:
+    """What was received, as the caller wants it."""
+    if form.copy:
+        came = came.map(cupy.copy)
+    if came.scales is not None and form.scales_order == "F":
+        came = replace(came, scales=cupy.asfortranarray(came.scales))
+    return came

@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cupyep.backends.base import Shape
+from cupyep.backends.base import Shape, Tokens
 from cupyep.backends.cuda.arena import Arena, Block
 from cupyep.backends.cuda.streams import CommStream
 from cupyep.errors import ArenaExhaustedError
@@ -76,20 +76,22 @@ def offsets(blocks: dict[str, Block] | ArenaExhaustedError) -> dict[str, int] | 
     return blocks if isinstance(blocks, ArenaExhaustedError) else {name: block.offset for name, block in blocks.items()}
 
 
-def received(blocks: dict[str, Block], sizes: dict[str, int], shape: Shape, num_rows: int, idx_dtype: Any) -> tuple:
-    """(recv_x, recv_topk_idx, recv_topk_weights) as exact views; what the worst case took beyond them goes back."""
+def received(blocks: dict[str, Block], shape: Shape, num_rows: int) -> Tokens:
+    """What was received, as exact views; what the worst case took beyond them goes back."""
+    rows, sizes = shape.rows, shape.rows.parts(num_rows)
     columns = {
         "rows": (shape.hidden, shape.dtype),
-        "idx": (shape.rows.num_topk, idx_dtype),
-        "weights": (shape.rows.num_topk, np.float32),
+        "scales": (rows.scale_bytes // shape.scale_dtype.itemsize if rows.scale_bytes else 0, shape.scale_dtype),
+        "idx": (rows.num_topk, np.dtype(f"i{rows.idx_bytes or 8}")),
+        "weights": (rows.num_topk, np.dtype(np.float32)),
     }
     arrays: list[Any] = []
     for name, (num_columns, dtype) in columns.items():
-        if name not in sizes:
+        if name not in rows.parts(1):
             arrays.append(None)
         elif name not in blocks:  # the arena had no room, but no row came either
             arrays.append(cupy.empty((0, num_columns), dtype))
         else:
             blocks[name].trim(sizes[name])
             arrays.append(blocks[name].array((num_rows, num_columns), dtype))
-    return tuple(arrays)
+    return Tokens(*arrays)

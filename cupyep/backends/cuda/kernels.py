@@ -66,7 +66,8 @@ class Kernels:
 
     @staticmethod
     def _key(shape: Shape) -> tuple[Any, ...]:
-        return shape.operation, shape.rows.row_bytes, shape.dtype if shape.operation == abi.Operation.PULL else None
+        dtype = shape.dtype if shape.operation == abi.Operation.PULL else None
+        return shape.operation, shape.rows.row_bytes, shape.rows.scale_bytes, dtype
 
     def load(self, shape: Shape) -> None:
         """Makes `of(shape)` ready. Push does not care for the element type, and neither for ids and weights."""

@@ -14,7 +14,7 @@ from cupy.cuda import runtime
 
 from cupyep import abi, layout
 from cupyep.abi import AbortKind, Operation, Status, Verdict
-from cupyep.backends.base import Shape
+from cupyep.backends.base import Shape, Tokens
 from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.kernels import Call, Kernels
 from cupyep.backends.verdict import abort_error, signature_mismatch
@@ -130,19 +130,18 @@ class Launcher:
             verdict,
         )
 
-    def push(
-        self, shape: Shape, routing: Routing, x: Any, topk_idx: Any, topk_weights: Any, where: Where, num_sms: int
-    ) -> None:
-        """Launches PUSH. `where`: offsets of our rows, idx and weights, or why there is no block."""
+    def push(self, shape: Shape, routing: Routing, tokens: Tokens, where: Where, num_sms: int) -> None:
+        """Launches PUSH. `where`: offsets of our rows, idx, weights and scales, or why there is no block."""
         call = self._push
         self._post(call, shape, routing, where)
         call.set(
-            x=x.data.ptr,
-            topk_idx=_pointer(topk_idx),
-            topk_weights=_pointer(topk_weights),
+            x=tokens.x.data.ptr,
+            topk_idx=_pointer(tokens.topk_idx),
+            topk_weights=_pointer(tokens.topk_weights),
+            scales=_pointer(tokens.scales),
             order=routing.order.data.ptr,
             routing=routing.words.data.ptr,
-            num_tokens=len(x),
+            num_tokens=len(tokens.x),
             num_local_experts=routing.num_experts // self._num_ranks,
         )
         self._kernels.of(shape).launch(num_sms, call, self._stream)
@@ -201,6 +200,7 @@ class Launcher:
             rows_offset=offsets.get("rows", 0),
             idx_offset=offsets.get("idx", 0),
             weights_offset=offsets.get("weights", 0),
+            scales_offset=offsets.get("scales", 0),
         )
 
     def _part(self, index: int, name: str) -> np.ndarray:

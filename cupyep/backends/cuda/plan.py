@@ -45,7 +45,7 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
     Four warps of three stages fill an SM's store port with rows of 14 KB; short rows need more of them in flight.
     """
     row_bytes = shape.rows.row_bytes
-    available = smem_limit - _STATIC_BYTES - 32 * num_ranks
+    available = smem_limit - _STATIC_BYTES - 40 * num_ranks
     short = row_bytes <= 8192 and 8 * 3 * (layout.align(row_bytes) + 8) <= available
     num_warps, num_stages = (8, 3) if short else (4, 3)
     num_chunks = math.ceil(row_bytes / (available // 12 // 128 * 128 - 128))
@@ -63,6 +63,8 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kSlotBytes": slot_bytes,
         "kWarps": num_warps,
         "kStages": num_stages,
+        "kScaleBytes": shape.rows.scale_bytes,
+        "kScaleVecBytes": math.gcd(shape.rows.scale_bytes, 16),
     }
     smem = num_warps * num_stages * (slot_bytes + 8) if mover == "tma" else 0
     return Plan(constants, num_warps * 32, smem)

@@ -8,13 +8,15 @@ inputs are posted, and each token's home rank adds the rows that it finds at its
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from cupyep.abi import Operation
-from cupyep.backends.base import Backend, Capacity, CompletedEvent, Shape
+from cupyep.backends.base import Backend, Capacity, CompletedEvent, Form, Shape, Tokens
 from cupyep.backends.numpy import routing
+from cupyep.backends.numpy.arrays import asarray
 from cupyep.backends.numpy.memory import create_arena
 from cupyep.backends.numpy.operations import Operations
 from cupyep.backends.numpy.routing import NumpyHandle
@@ -44,30 +46,20 @@ class NumpyBackend(Backend):
         pass  # nothing to compile
 
     def asarray(self, name: str, value: Any) -> np.ndarray:
-        if hasattr(value, "__cuda_array_interface__"):
-            raise TypeError(f"{name}: expected a CPU array on the numpy backend, got {type(value).__name__} on a GPU")
-        if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
-            return np.from_dlpack(value)
-        array = np.asarray(value)
-        if array.dtype.kind in "OSU":
-            raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
-        return array
+        return asarray(name, value)
 
     def asnumpy(self, value: Any) -> np.ndarray:
         return np.asarray(value)
 
-    def dispatch(
-        self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
-    ) -> tuple:
-        rows = RowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1], topk_idx.itemsize, topk_weights is not None)
-        shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
-        route = routing.route(topk_idx, num_experts, self._comm.size)
+    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, num_sms: int | None) -> tuple:
+        shape = tokens.shape
+        route = routing.route(tokens.topk_idx, num_experts, self._comm.size)
         matrix, experts, most_tokens = self._operations.count(shape, route, num_experts)
         self.prepare(shape, most_tokens)
         rank = self._comm.rank
         handle = NumpyHandle(
-            num_tokens=len(x),
-            num_topk=topk_idx.shape[1],
+            num_tokens=len(tokens.x),
+            num_topk=shape.rows.num_topk,
             num_experts=num_experts,
             rows=np.where(route.is_token_in_rank, route.order + matrix[:rank].sum(0), -1).astype(np.int32),
             num_recv_tokens=int(matrix[:, rank].sum()),
@@ -77,16 +69,13 @@ class NumpyBackend(Backend):
             owner=self,
         )
         handle.rows.flags.writeable = False
-        received = self._operations.push(shape, x, topk_idx, topk_weights, handle)
-        if copy:
-            received = tuple(None if array is None else array.copy() for array in received)
-        return *received, handle, CompletedEvent(), route.bad_id
+        received = self._operations.push(shape, tokens, handle)
+        return _formed(received, form), handle, CompletedEvent(), route.bad_id
 
-    def cached_dispatch(self, x: Any, handle: NumpyHandle, *, copy: bool, num_sms: int | None) -> tuple:
-        shape = Shape(Operation.PUSH, x.shape[1], x.dtype, RowLayout(x.shape[1] * x.itemsize))
+    def cached_dispatch(self, tokens: Tokens, handle: NumpyHandle, form: Form, num_sms: int | None) -> tuple:
+        shape = tokens.shape
         self._agree(shape, handle)
-        recv_x = self._operations.push(shape, x, None, None, handle)[0]
-        return recv_x.copy() if copy else recv_x, CompletedEvent()
+        return _formed(self._operations.push(shape, tokens, handle), form), CompletedEvent()
 
     def combine(self, x: Any, handle: NumpyHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
         with_weights = topk_weights is not None
@@ -128,3 +117,12 @@ class NumpyBackend(Backend):
             self._comm.barrier(operation="close", timeout_s=self._config.timeout_s)
             self._comm.free()
         del self._operations, self._arena  # arrays that outlive us keep their arena
+
+
+def _formed(received: Tokens, form: Form) -> Tokens:
+    """What was received, as the caller wants it."""
+    if form.copy:
+        received = received.map(np.copy)
+    if received.scales is not None and form.scales_order == "F":
+        received = replace(received, scales=np.asfortranarray(received.scales))
+    return received

@@ -8,7 +8,7 @@ import numpy as np
 
 from cupyep import abi
 from cupyep.abi import Operation, Status
-from cupyep.backends.base import Shape
+from cupyep.backends.base import Shape, Tokens
 from cupyep.backends.numpy import routing
 from cupyep.backends.numpy.memory import Arena
 from cupyep.backends.numpy.routing import NumpyHandle
@@ -54,21 +54,14 @@ class Operations:
         self._normal.wait_posts()
         self._normal.end()
 
-    def push(
-        self,
-        shape: Shape,
-        x: np.ndarray,
-        topk_idx: np.ndarray | None,
-        topk_weights: np.ndarray | None,
-        handle: NumpyHandle,
-    ) -> tuple:
-        """Our rows into every rank's block, theirs into ours: (recv_x, recv_topk_idx, recv_topk_weights)."""
+    def push(self, shape: Shape, sent: Tokens, handle: NumpyHandle) -> Tokens:
+        """Our rows into every rank's block, theirs into ours."""
         capacity, rank, num_local = handle.num_recv_tokens, self._comm.rank, handle.num_experts // self._comm.size
         record, parts = self._record(shape, handle, capacity), shape.rows.offsets(capacity)
         try:
             block = self._arena.block(parts["num_bytes"])
             start = block.ctypes.data - self._arena.address
-            for name in ("rows", "idx", "weights"):
+            for name in ("rows", "idx", "weights", "scales"):
                 record[f"{name}_offset"] = start + parts[name]
         except ArenaExhaustedError as error:
             self._fail(record, error)
@@ -84,12 +77,14 @@ class Operations:
                 self._normal.abort(abi.AbortKind.OVERFLOW, peer)
                 self._normal.check_abort()
             ours = slice(first, first + len(tokens))
-            rows, idx, weights = self._parts(peer, posts[peer], shape)
-            np.take(x, tokens, axis=0, out=rows[ours])
-            if topk_idx is not None:
-                idx[ours] = routing.local_idx(topk_idx[tokens], peer, num_local)
-                if topk_weights is not None:
-                    weights[ours] = np.where(idx[ours] >= 0, topk_weights[tokens], np.float32(0))
+            there = self._parts(peer, posts[peer], shape)
+            np.take(sent.x, tokens, axis=0, out=there.x[ours])
+            if sent.scales is not None:
+                np.take(sent.scales, tokens, axis=0, out=there.scales[ours])
+            if sent.topk_idx is not None:
+                idx = there.topk_idx[ours] = routing.local_idx(sent.topk_idx[tokens], peer, num_local)
+                if sent.topk_weights is not None:
+                    there.topk_weights[ours] = np.where(idx >= 0, sent.topk_weights[tokens], np.float32(0))
         self._normal.finish()
         return self._parts(rank, record, shape, block)
 
@@ -106,8 +101,10 @@ class Operations:
         for peer in np.flatnonzero((handle.send_row >= 0).any(0)):
             self._normal.check_writable(int(peer))  # H5
         parts = [self._parts(peer, posts[peer], shape) for peer in range(self._comm.size)]
-        combined = _sum([part[0] for part in parts], handle.send_row, x.dtype)
-        weights = None if topk_weights is None else _sum([part[2] for part in parts], handle.send_row, np.float32)
+        combined = _sum([part.x for part in parts], handle.send_row, x.dtype)
+        weights = None
+        if topk_weights is not None:
+            weights = _sum([part.topk_weights for part in parts], handle.send_row, np.float32)
         self._normal.finish()
         return combined, weights
 
@@ -160,8 +157,8 @@ class Operations:
             return self._visible(staged)
         return offset, array
 
-    def _parts(self, peer: int, post: Any, shape: Shape, block: np.ndarray | None = None) -> tuple:
-        """(rows, idx, weights) that `peer` has posted, None for what does not travel; over `block` if it is our own."""
+    def _parts(self, peer: int, post: Any, shape: Shape, block: np.ndarray | None = None) -> Tokens:
+        """The arrays that `peer` has posted; over `block` if it is our own."""
         memory, start = (self._arena.memories[peer], 0) if block is None else (block, self._arena.offset_of(block) or 0)
         capacity = int(post["capacity"])
 
@@ -169,9 +166,10 @@ class Operations:
             begin, num_bytes = int(post[f"{name}_offset"]) - start, capacity * columns * np.dtype(dtype).itemsize
             return memory[begin : begin + num_bytes].view(dtype).reshape(capacity, columns)
 
-        rows = shape.rows
-        return (
+        rows, scale = shape.rows, shape.scale_dtype
+        return Tokens(
             part("rows", shape.hidden, shape.dtype),
+            part("scales", rows.scale_bytes // scale.itemsize, scale) if rows.scale_bytes else None,
             part("idx", rows.num_topk, f"i{rows.idx_bytes}") if rows.idx_bytes else None,
             part("weights", rows.num_topk, np.float32) if rows.with_weights else None,
         )

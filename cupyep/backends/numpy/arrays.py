@@ -1,0 +1,19 @@
+"""Arrays of callers as NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+def asarray(name: str, value: Any) -> np.ndarray:
+    """`value` as a NumPy array, without a copy where possible. TypeError names the argument."""
+    if hasattr(value, "__cuda_array_interface__"):
+        raise TypeError(f"{name}: expected a CPU array on the numpy backend, got {type(value).__name__} on a GPU")
+    if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    array = np.asarray(value)
+    if array.dtype.kind in "OSU":
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
+    return array
