@@ -12,6 +12,7 @@ from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
 from cupyep.comm.host import check_same_host
 from cupyep.errors import StateError, TopologyError
+from cupyep.model import Machine
 
 DEFAULT_NUM_SMS = 16  # 8 fill one direction of a link; more help where a GPU's own memory is the limit
 _reserved: dict[int, int] = {}  # device -> SMs per rank that this process's live Buffers may use
@@ -65,6 +66,17 @@ def release(device: int, comm: Communicator, num_sms: int) -> None:
     """Gives back the budget of a closed Buffer."""
     if not comm.in_process or comm.rank == 0:
         _reserved[device] -= num_sms
+
+
+def machine(device: int) -> Machine:
+    """`device` for the model."""
+
+    def attribute(name: str) -> int:
+        return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
+
+    capability = attribute("ComputeCapabilityMajor") * 10 + attribute("ComputeCapabilityMinor")
+    memory_gbps = 2 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8e6  # kHz, double rate; bits
+    return Machine.of(capability, attribute("MultiProcessorCount"), attribute("ClockRate") / 1e6, memory_gbps)
 
 
 def load(device: int, num_ranks: int) -> Kernels:
