@@ -197,6 +197,19 @@ PULL_PARAMS = Struct(
 QUANTIZE_PARAMS = Struct("QuantizeParams", wide="ptr", codes="ptr", scales="ptr", num_tokens="u32", hidden="u32")
 BARRIER_PARAMS = Struct("BarrierParams", sync=SYNC, post=POST)
 ABORT_PARAMS = Struct("AbortParams", sync=SYNC, word="u64")
+# The benchmarks' kernels (ceilings.cu): arrays to load from and to store to, units, and loads and stores for each unit.
+CEILING_ARRAYS = 8
+CEILING_PARAMS = Struct(
+    "CeilingParams",
+    src=("u64", CEILING_ARRAYS),
+    dst=("u64", CEILING_ARRAYS),
+    num_units="u32",
+    num_src="u32",
+    num_dst="u32",
+    reads="u32",
+    writes="u32",
+    pad="u32",
+)
 KERNEL_STRUCTS = (
     POST,
     SYNC,

@@ -74,6 +74,12 @@ def mps_pipe_dir() -> Path:
     return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
 
 
+def set_default_connections() -> None:
+    """CUDA_DEVICE_MAX_CONNECTIONS, before CUDA starts: streams that share one wait for each other, so ranks that are
+    threads need many; processes under MPS need few, or the GPU runs out of channels."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8" if launched_by_mpi() else "32")
+
+
 def _flag(name: str) -> bool:
     value = os.environ.get(name, "0")
     if value not in ("", "0", "1"):

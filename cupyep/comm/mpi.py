@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import time
 from typing import Any
@@ -111,6 +112,20 @@ def communicator(comm: Any, timeout_s: float | None) -> MpiCommunicator:
     if not isinstance(comm, MPI.Intracomm):
         raise TypeError(f"comm: expected an mpi4py intracommunicator, got {type(comm).__name__}")
     return MpiCommunicator(comm, timeout_s)
+
+
+def world() -> MPI.Intracomm:
+    """COMM_WORLD itself, for what is no part of a Buffer (benchmarks)."""
+    return MPI.COMM_WORLD
+
+
+def is_cuda_aware() -> bool:
+    """Whether MPI takes GPU memory as it is: what Open MPI's and MPICH's own query says, no where there is none."""
+    for library in (MPI.__file__, None):  # None: what is loaded into the process already
+        query = getattr(ctypes.CDLL(library), "MPIX_Query_cuda_support", None)
+        if query is not None:
+            return bool(query())
+    return False
 
 
 def library_info() -> dict[str, str]:

@@ -84,8 +84,7 @@ def backend() -> dict[str, Any]:
 
 def mpi() -> dict[str, Any]:
     """The launcher, and what importing mpi4py finds: asked in a process of its own, unless this one is a rank."""
-    own = Path(sys.executable).with_name("mpiexec")
-    launcher = str(own) if own.exists() else shutil.which("mpiexec")
+    launcher = mpiexec()
     if env.launched_by_mpi():  # a child would inherit the launcher's variables, but not its connection
         try:
             from cupyep.comm.mpi import library_info
@@ -94,6 +93,12 @@ def mpi() -> dict[str, Any]:
         except Exception as error:
             return {"mpiexec": launcher, "error": bounded.one_line(error)}
     return {"mpiexec": launcher, **bounded.call("cupyep.comm.mpi:library_info", timeout_s=30)}
+
+
+def mpiexec() -> str | None:
+    """The environment's own launcher, else the one on PATH."""
+    own = Path(sys.executable).with_name("mpiexec")
+    return str(own) if own.exists() else shutil.which("mpiexec")
 
 
 def shared_memory() -> dict[str, Any]:

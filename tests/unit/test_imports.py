@@ -27,7 +27,8 @@ LAYERS = (
     {"buffer"},
     {""},
     {"tma"},
-    {"bench", "doctor"},
+    {"doctor"},
+    {"bench"},
     {"__main__"},
 )
 # Module -> the parts of cupyep that may import it, as prefixes of file names. Some need a GPU machine, some start MPI.

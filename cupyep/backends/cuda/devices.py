@@ -14,6 +14,7 @@ from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
 from cupyep.comm.host import check_same_host
 from cupyep.errors import StateError, TopologyError
+from cupyep.model import Machine
 
 DEFAULT_NUM_SMS = 16  # 8 fill one direction of a link; more help where a GPU's own memory is the limit
 
@@ -95,6 +96,18 @@ def release(claim: Claim) -> None:
     with _claims_lock:
         if claim in _claims:
             _claims.remove(claim)
+
+
+def machine(device: int) -> Machine:
+    """`device` for the model."""
+
+    def attribute(name: str) -> int:
+        return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
+
+    properties = runtime.getDeviceProperties(device)
+    capability = properties["major"] * 10 + properties["minor"]
+    memory_gbps = 2 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8e6  # kHz, double rate; bits
+    return Machine.of(capability, attribute("MultiProcessorCount"), attribute("ClockRate") / 1e6, memory_gbps)
 
 
 def load(device: int, num_ranks: int) -> Kernels:

@@ -1,0 +1,177 @@
+"""The command line of the benchmarks: `python -m cupyep.bench COMMAND --help`."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cupyep import env
+from cupyep.bench import report
+from cupyep.bench.cases import MODES, Case
+from cupyep.bench.world import World
+from cupyep.errors import CupyepError
+
+AXES = ["sms", "hidden", "tokens", "ranks"]
+Results = list[dict[str, Any]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (default: the process's own arguments) names; returns the exit status."""
+    parser = argparse.ArgumentParser("python -m cupyep.bench", description=__doc__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, run: Callable[[argparse.Namespace], Results | None], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        added.add_argument("--json", type=Path, metavar="FILE", help="write facts and results there")
+        added.add_argument("--plot", type=Path, metavar="FILE", help="draw the results there (.png, .svg, .pdf)")
+        added.add_argument("--calls", type=_positive, default=12, help="back-to-back calls of one series")
+        added.add_argument("--time-limit", type=_positive, default=600, metavar="S", help="end the process after that")
+        return added
+
+    def group(added: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        added.add_argument("--ranks", type=_positive, help="threads of this process (4); nothing under mpirun")
+        added.add_argument("--backend", choices=("auto", "cuda", "numpy"), default="auto")
+        return added
+
+    def case(added: argparse.ArgumentParser, tokens: list[int]) -> argparse.ArgumentParser:
+        added.add_argument("--tokens", type=_positive, nargs="+", default=tokens, help="per rank")
+        added.add_argument("--hidden", type=_positive, nargs="+", default=[7168], help="elements of a row")
+        added.add_argument("--topk", type=_positive, default=8)
+        added.add_argument("--experts", type=_positive, default=256)
+        added.add_argument("--mode", choices=MODES, nargs="+", default=["bf16"])
+        return added
+
+    def sms(added: argparse.ArgumentParser, default: list[int]) -> argparse.ArgumentParser:
+        added.add_argument("--sms", type=_positive, nargs="+", default=default, help="SMs per rank")
+        return added
+
+    sms(
+        case(group(command("ep", _ep, "Dispatch and combine, kernels and calls, beside their ceilings.")), [4096]),
+        [4, 8],
+    )
+    sweep = case(group(command("sweep", _sweep, "Cost along SMs, hidden, tokens and ranks, beside the model.")), [4096])
+    sms(sweep, [8]).add_argument("--axes", choices=AXES, nargs="+", default=AXES)
+    sms(case(group(command("barrier", _barrier, "Barriers, and batches of few tokens.")), [1, 8, 64, 128]), [8])
+    case(group(command("baseline", _baseline, "The same by MPI or NCCL; start it with mpirun.")), [4096])
+    text = "What SMs can load, store and copy; with --peer, from and to other ranks' memory."
+    ceilings = sms(group(command("ceilings", _ceilings, text)), [1, 4, 8, 16, 32])
+    ceilings.add_argument("--row-bytes", type=_positive, default=14336)
+    ceilings.add_argument("--peer", action="store_true", help="between each rank and the next")
+    multi = group(command("multi-gpu", _multi_gpu, "Everything on the GPUs of this host, one rank per GPU."))
+    multi.set_defaults(time_limit=480)
+    multi.add_argument("--threads", action="store_true", help="ranks as threads: no MPI, and no MPS on one GPU")
+    multi.add_argument("--tests", choices=("none", "quick", "full"), default="quick", help="full needs a longer limit")
+    multi.add_argument("--quick", action="store_true", help="fewer points of each curve")
+    arguments = parser.parse_args(argv)
+    faulthandler.dump_traceback_later(arguments.time_limit, exit=True)
+    env.set_default_connections()
+    try:
+        return _finish(arguments, arguments.run(arguments))
+    except (CupyepError, ValueError) as error:
+        print(f"cupyep.bench: {error}", file=sys.stderr)
+        return 2
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _finish(arguments: argparse.Namespace, results: Results | None) -> int:
+    """Prints, writes and draws; None: another process does it."""
+    if results is None:
+        return 0
+    known = report.facts()
+    print(" · ".join(f"{name} {value}" for name, value in known.items() if value))
+    for part in report.parts(results):
+        print(f"\n{report.table(part)}")
+    if arguments.json:
+        report.write_json(arguments.json, known, results)
+    if arguments.plot:
+        from cupyep.bench import plot
+
+        gpus = sorted(set(known["gpus"])) or ["no GPU"]
+        plot.draw(arguments.plot, results, f"cupyep {known['git'] or known['cupyep']}, {', '.join(gpus)}")
+    return 0
+
+
+def _cases(arguments: argparse.Namespace) -> list[Case]:
+    return [
+        Case(tokens, hidden, arguments.topk, arguments.experts, mode)
+        for mode in arguments.mode
+        for hidden in arguments.hidden
+        for tokens in arguments.tokens
+    ]
+
+
+def _ep(arguments: argparse.Namespace) -> Results | None:
+    from cupyep.bench import ep
+
+    cases, world = _cases(arguments), World(arguments.ranks, arguments.backend)
+    results = list(ep.run(world, cases, arguments.sms, arguments.calls))
+    return results if world.is_first else None
+
+
+def _sweep(arguments: argparse.Namespace) -> Results | None:
+    from cupyep.bench import sweep
+
+    world, [case, *_] = World(arguments.ranks, arguments.backend), _cases(arguments)
+    results = list(sweep.run(world, case, arguments.sms[0], arguments.axes, arguments.calls))
+    return results + sweep.prediction_note(results) if world.is_first else None
+
+
+def _barrier(arguments: argparse.Namespace) -> Results | None:
+    from cupyep.bench import barrier
+
+    world = World(arguments.ranks, arguments.backend)
+    results = list(barrier.run(world, _cases(arguments), arguments.sms, arguments.calls))
+    return results if world.is_first else None
+
+
+def _baseline(arguments: argparse.Namespace) -> Results | None:
+    from cupyep.bench import baseline
+
+    world = World(arguments.ranks, arguments.backend)
+    results = list(baseline.run(world, _cases(arguments), arguments.calls))
+    return results if world.is_first else None
+
+
+def _ceilings(arguments: argparse.Namespace) -> Results | None:
+    world = World(arguments.ranks or (None if arguments.peer else 1), arguments.backend)
+    if world.backend != "cuda":
+        raise ValueError("ceilings: expected a GPU that CuPy can use, found none")
+    if not arguments.peer:
+        from cupyep.bench import ceilings
+
+        return list(ceilings.run(arguments.sms, arguments.row_bytes, arguments.calls)) if world.is_first else None
+    from cupyep.bench import peers
+
+    results = list(peers.run(world, arguments.sms, arguments.row_bytes, arguments.calls))
+    return results if world.is_first else None
+
+
+def _multi_gpu(arguments: argparse.Namespace) -> Results | None:
+    from cupyep.bench import multi_gpu
+
+    if env.launched_by_mpi():
+        raise ValueError("multi-gpu: expected to be started without mpirun; it starts its ranks itself")
+    return multi_gpu.run(
+        arguments.ranks,
+        threads=arguments.threads,
+        tests=arguments.tests,
+        quick=arguments.quick,
+        backend=arguments.backend,
+        limit_s=arguments.time_limit - 15,
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

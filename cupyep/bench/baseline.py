@@ -1,0 +1,88 @@
+"""What one would do without this library: gather rows with CuPy or NumPy, exchange them by MPI or NCCL, add them up.
+
+Positions are known, as for the kernels of `ep`: no counts are exchanged and no order is computed. Times are of whole
+exchanges on the host's clock, the GPU's work included. The results must equal Buffer's, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cupyep.bench import ep
+from cupyep.bench.cases import Case
+from cupyep.bench.exchange import exchanges
+from cupyep.bench.report import progress
+from cupyep.bench.timing import HostClock, Timing, measure
+from cupyep.bench.world import World
+
+
+class Plan:
+    """One rank's rows by destination, as CuPy or NumPy indices, and how many go where."""
+
+    def __init__(self, rank: Any) -> None:
+        self.rank, self.xp = rank, rank.xp
+        send_row = rank.sent.handle.send_row
+        self.tokens = [self.xp.flatnonzero(send_row[:, peer] >= 0) for peer in range(rank.buffer.size)]
+        self.order = self.xp.concatenate(self.tokens)
+        self.send_counts = [len(tokens) for tokens in self.tokens]
+        self.recv_counts = list(rank.sent.handle.num_recv_tokens_per_rank)
+
+    def dispatch(self, exchange: Callable[..., Any]) -> Any:
+        return exchange(self.rank.rows[self.order], self.send_counts, self.recv_counts)
+
+    def combine(self, exchange: Callable[..., Any]) -> Any:
+        rows = exchange(self.rank.sent.recv_x, self.recv_counts, self.send_counts)
+        total, start = self.xp.zeros(self.rank.rows.shape, np.float32), 0
+        for tokens in self.tokens:  # by ascending rank, as Buffer does
+            total[tokens] += rows[start : start + len(tokens)].astype(np.float32)
+            start += len(tokens)
+        return total.astype(self.rank.rows.dtype)
+
+    def check(self, exchange: Callable[..., Any]) -> None:
+        """Raises AssertionError unless both give what Buffer gave."""
+        for verb, got, expected in (
+            ("dispatch", self.dispatch(exchange), self.rank.sent.recv_x),
+            ("combine", self.combine(exchange), self.rank.combined.combined_x),
+        ):
+            if not bool((got == expected).all()):
+                raise AssertionError(f"rank {self.rank.rank}: baseline {verb} differs from Buffer's")
+
+
+def run(world: World, cases: list[Case], calls: int) -> Iterator[dict[str, Any]]:
+    """Collective: dispatch and combine of each case over every exchange there is; a note for the others."""
+    available = list(exchanges(world))
+    for case in progress(cases, "baseline", show=world.is_first):
+        ranks = ep.open_ranks(world, case, None)
+        plans = world.on(ranks, Plan)
+        logical, wire = (ep.mean(world, [getattr(r, f"{kind}_bytes") for r in ranks]) for kind in ("logical", "wire"))
+        for name, exchange, why_not in available:
+            common = {"benchmark": "baseline", "num_ranks": world.size, "ranks_per_device": world.ranks_per_device}
+            if exchange is None:
+                yield {**common, "name": name, "note": why_not}
+                continue
+            world.on(plans, partial(Plan.check, exchange=exchange))
+            for verb in (Plan.dispatch, Plan.combine):
+                timings = world.on(plans, partial(_time, world, verb, exchange, calls))
+                timing = Timing.slowest(world.gather(timings))
+                yield {
+                    **common,
+                    "name": f"{verb.__name__}, {name}",
+                    "scope": "API",
+                    **asdict(case),
+                    **ep.times(timing),
+                    **ep.rates(logical, wire, timing),
+                }
+        world.on(ranks, lambda rank: rank.close())
+
+
+def _time(world: World, verb: Callable[..., Any], exchange: Callable[..., Any], calls: int, plan: Plan) -> Timing:
+    def call() -> None:
+        verb(plan, exchange)
+        world.synchronize()
+
+    return measure([call], [HostClock()], world.align, calls)[0]

@@ -1,0 +1,170 @@
+"""One command for one host with several GPUs: is it sound, is it right, how fast is it. One rank per GPU.
+
+Each step is a process (or an MPI job) of its own with a deadline; a step that fails is reported, and the others run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cupyep import doctor
+from cupyep.bench.cases import MODES
+from cupyep.doctor.checks import mpiexec
+
+SMS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
+TOKENS = (128, 4096, 16384)
+TESTS = Path(__file__).resolve().parents[2] / "tests"
+_DISPATCH = "multirank/test_dispatch_combine.py"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A child's arguments of `python -m cupyep.bench`, and the seconds it may take at most."""
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: int
+    alone: bool = False  # one process on one GPU instead of all ranks
+
+
+def steps(quick: bool) -> list[Step]:
+    """The measurements; `quick` keeps every kind and drops most of the points."""
+    sms = tuple(map(str, SMS[3:5] if quick else SMS))
+    tokens = tuple(map(str, TOKENS[:2] if quick else TOKENS))
+    modes = ("--mode", *(mode for mode in ("bf16", "fp8") if mode in MODES))
+    return [
+        Step("ceilings of one GPU", ("ceilings", "--sms", "1", "8", "32"), 60, alone=True),
+        Step("ceilings between GPUs", ("ceilings", "--peer", "--sms", *sms), 90),
+        Step("barrier and small batches", ("barrier", "--tokens", "1", "8", "64", "128"), 60),
+        Step("dispatch and combine", ("ep", *modes, "--sms", *sms, "--tokens", *tokens), 180),
+        Step("what one would do instead", ("baseline", "--tokens", *tokens), 90),
+    ]
+
+
+def run(
+    num_ranks: int | None, *, threads: bool, tests: str, quick: bool, backend: str, limit_s: float
+) -> list[dict[str, Any]]:
+    """All steps within `limit_s` seconds; the results of those that succeeded, and a note for each of the others."""
+    deadline, results = time.monotonic() + limit_s, []
+    _say("doctor")
+    facts = doctor.examine()
+    _say(facts["verdict"])
+    if not facts["ready"] or (backend == "cuda" and facts["verdict"] != "ready (cuda)"):
+        raise ValueError(f"multi-gpu: expected a machine that is ready, got: {facts['verdict']}")
+    results.append(_note("doctor", facts["verdict"]))
+    num_ranks = num_ranks or len(facts["cuda"].get("devices", ())) or 2
+    if tests != "none":
+        results.append(_note("tests", _run_tests(tests, num_ranks, facts, deadline)))
+        _say(f"tests: {results[-1]['note']}")
+    with tempfile.TemporaryDirectory(prefix="cupyep-bench-") as folder:
+        for number, step in enumerate(steps(quick)):
+            left_s = min(step.limit_s, deadline - time.monotonic())
+            _say(f"{step.name} (at most {left_s:.0f} s)")
+            if backend == "numpy" and step.arguments[0] == "ceilings":
+                results.append(_note(step.name, "not run: needs a GPU"))
+                continue
+            path = Path(folder, f"{number}.json")
+            command = _command(step, num_ranks, threads, backend, left_s, path)
+            why = bounded_run(command, left_s)
+            if path.exists():
+                results += json.loads(path.read_text())["results"]
+            elif why:
+                results.append(_note(step.name, why))
+                _say(f"{step.name}: {why}")
+    return results + summary(results)
+
+
+def _command(step: Step, num_ranks: int, threads: bool, backend: str, left_s: float, path: Path) -> list[str]:
+    limits = ["--json", str(path), "--time-limit", str(max(1, int(left_s) - 2))]
+    program = ["cupyep.bench", *step.arguments, "--backend", backend, *limits]
+    if step.alone or threads:
+        return [sys.executable, "-m", *program, "--ranks", str(1 if step.alone else num_ranks)]
+    return [*mpi_launcher(num_ranks), sys.executable, "-m", "mpi4py", "-m", *program]
+
+
+def mpi_launcher(num_ranks: int) -> list[str]:
+    """mpiexec with what lets it start `num_ranks` here. ValueError if there is none."""
+    found = mpiexec()
+    if found is None:
+        raise ValueError("multi-gpu: expected mpiexec beside Python or on PATH, found none; --threads needs no MPI")
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=30).stdout
+    is_open_mpi = "Open MPI" in version or "OpenRTE" in version  # which refuses root, and more ranks than cores
+    return [found, *(["--allow-run-as-root", "--oversubscribe"] if is_open_mpi else []), "-n", str(num_ranks)]
+
+
+def bounded_run(command: list[str], limit_s: float, cwd: Path | None = None) -> str:
+    """Runs it with our stdout and stderr; "" or what went wrong. Its whole process group ends with it."""
+    if limit_s < 5:
+        return "not run: no time left"
+    with subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            status = process.wait(limit_s)
+            return "" if status == 0 else f"failed with status {status}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)  # mpiexec then ends its ranks
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(3)
+            return f"no end within {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _run_tests(which: str, num_ranks: int, facts: dict[str, Any], deadline: float) -> str:
+    """pytest on ranks that are processes, so that each has a GPU of its own; its verdict in words."""
+    if not TESTS.is_dir():
+        return "not run: an installed package has no tests; use a checkout"
+    quick = [f"{_DISPATCH}::test_processes[2-True]"]
+    quick += [f"{_DISPATCH}::test_processes[4-False]"] * (num_ranks >= 4)
+    quick += [f"{_DISPATCH}::test_eight_processes"] * (num_ranks >= 8)
+    chosen = quick if which == "quick" else ["multirank", "misuse", "-k", "mpi or process"]
+    backend = "cuda" if facts["verdict"] == "ready (cuda)" else "numpy"
+    left_s = min(100 if which == "quick" else 400, deadline - time.monotonic())
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        f"--backend={backend}",
+        "--timeout=90",
+        *chosen,
+    ]
+    why = bounded_run(command, left_s, cwd=TESTS)
+    return f"{which}: {why or 'passed'}"
+
+
+def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The peak of dispatch and combine and the SMs that reach 95% of it; push against pull, by their ceilings."""
+    lines = []
+    kernels = [r for r in results if r["benchmark"] == "ep" and r["scope"] == "kernel" and "logical_gbps" in r]
+    for verb, mode in dict.fromkeys((r["verb"], r["mode"]) for r in kernels):
+        mine = [r for r in kernels if (r["verb"], r["mode"]) == (verb, mode)]
+        peak = max(r["logical_gbps"] for r in mine)
+        enough = min(r["num_sms"] for r in mine if r["logical_gbps"] >= 0.95 * peak)
+        lines.append(_note(f"{verb}, {mode}", f"peak {peak:.0f} GB/s logical, 95% of it with {enough} SMs"))
+    rates = {(r["name"], r["num_sms"]): r["gbps"] for r in results if r["benchmark"] == "peers"}
+    for sms in sorted(sms for name, sms in rates if name == "store to all peers, all"):
+        push, pull = rates["store to all peers, all", sms], rates["load from all peers, all", sms]
+        # A combine that pushed would store every row to its home and add there: at best the store ceiling.
+        text = f"combine by push at most {push:.0f} GB/s on the wire, by pull at most {pull:.0f} ({sms} SMs)"
+        lines.append(_note("push against pull", text))
+    return lines
+
+
+def _note(name: str, text: str) -> dict[str, Any]:
+    return {"benchmark": "multi-gpu", "name": name, "note": text}
+
+
+def _say(text: str) -> None:
+    print(f"multi-gpu: {text}", file=sys.stderr, flush=True)

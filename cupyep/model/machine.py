@@ -1,0 +1,54 @@
+"""What a GPU can do, as few physical rates.
+
+Measured on an H200 (132 SMs, 1.98 GHz, 4.9 TB/s), see docs/performance.md and `python -m cupyep.bench ceilings`. SM
+rates are bytes per clock, so they scale with the clock; memory and link rates are shares of the nominal ones. On other
+GPUs this is an extrapolation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STORE_BYTES_PER_CLOCK = 30.3  # of an SM: TMA store only, 60 GB/s at 1.98 GHz; the port is 32 bytes wide
+LOAD_BYTES_PER_CLOCK = 83.3  # of an SM: TMA load only, 165 GB/s
+PUSH_MEMORY_SHARE = 0.69  # 3,400 GB/s read and written together, when every rank pushes within one memory
+PULL_MEMORY_SHARE = 0.77  # 3,800 GB/s; reads are cheaper than writes
+LINK_SHARE = 0.84  # 380 of NVLink's 450 GB/s: what all-to-all traffic of packets leaves for payload
+
+# NVLink per direction, nominal, by compute capability (NVIDIA's data sheets: half of the bidirectional figure).
+LINK_GBPS = {80: 300.0, 90: 450.0, 100: 900.0}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU and its link to each other. The defaults are an H200's.
+
+    num_sms; clock_ghz: the SMs' highest clock; memory_gbps: nominal; link_gbps: nominal, to all peers together, in one
+    direction.
+    """
+
+    num_sms: int = 132
+    clock_ghz: float = 1.98
+    memory_gbps: float = 4917.0
+    link_gbps: float = 450.0
+
+    @classmethod
+    def of(cls, compute_capability: int, num_sms: int, clock_ghz: float, memory_gbps: float) -> Machine:
+        """A GPU as the driver describes it (capability 90 for 9.0); 0 for a rate that the driver does not tell."""
+        link = LINK_GBPS[max((known for known in LINK_GBPS if known <= compute_capability), default=80)]
+        return cls(num_sms, clock_ghz or cls.clock_ghz, memory_gbps or cls.memory_gbps, link)
+
+    @property
+    def sm_store_gbps(self) -> float:
+        """What one SM can store."""
+        return STORE_BYTES_PER_CLOCK * self.clock_ghz
+
+    @property
+    def sm_load_gbps(self) -> float:
+        """What one SM can load."""
+        return LOAD_BYTES_PER_CLOCK * self.clock_ghz
+
+    @property
+    def usable_link_gbps(self) -> float:
+        """Payload on the wire in one direction."""
+        return LINK_SHARE * self.link_gbps
