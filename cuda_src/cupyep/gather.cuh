@@ -32,20 +32,20 @@ __device__ __forceinline__ u32 in_register(u32 value) {
 }
 
 // Each CTA has kGroups independent groups: kConsumerWarps warps that add, one that loads, and a ring of kSlots slots.
-// A slot takes one row's chunk, so the rows of one token may lie in any slots; they come in ascending rank.
-//   full[s]   one arrival (the loader's) and the chunk's bytes              loader -> consumers   (H1)
-//   kind[s]   whether slot s holds a row, and whether it ends its unit      loader -> consumers, with full
+// A slot takes the chunks of up to kRowsPerSlot rows of one token, by ascending rank; a token takes as many as it needs.
+//   full[s]   one arrival (the loader's) and the chunks' bytes              loader -> consumers   (H1)
+//   kind[s]   rows in slot s, and whether it ends its unit                  loader -> consumers, with full
 //   empty[s]  kConsumerWarps arrivals, each after its lanes' proxy fences   consumers -> loader   (H3)
 // Within a CTA nobody waits for a peer, so these waits need no deadline. After an abort the loader hands out slots
 // without rows, and everybody runs dry with the barriers in step and no load under way.
 class TmaGather {
  public:
   __device__ explicit TmaGather(u8* smem) : warp_(threadIdx.x / 32 % kGroupWarps), group_(threadIdx.x / 32 / kGroupWarps) {
-    u64* barriers = reinterpret_cast<u64*>(smem + cfg::kGroups * cfg::kSlots * cfg::kSlotBytes);
+    u64* barriers = reinterpret_cast<u64*>(smem + cfg::kGroups * cfg::kSlots * kStageBytes);
     u32* kinds = reinterpret_cast<u32*>(barriers + cfg::kGroups * 2 * cfg::kSlots);
     full_ = barriers + group_ * 2 * cfg::kSlots;
     kind_ = kinds + group_ * cfg::kSlots;
-    ring_ = smem + group_ * cfg::kSlots * cfg::kSlotBytes;
+    ring_ = smem + group_ * cfg::kSlots * kStageBytes;
     if (group_ < cfg::kGroups && warp_ == 0 && threadIdx.x % 32 == 0) {
       for (u32 slot = 0; slot < cfg::kSlots; ++slot) {
         ptx::mbarrier_init(full_ + slot, 1);
@@ -66,8 +66,9 @@ class TmaGather {
   static constexpr u32 kGroupWarps = cfg::kConsumerWarps + 1;
   static constexpr u32 kThreads = cfg::kConsumerWarps * 32;
   static constexpr int kPerVec = kElements<cfg::kDType, 16>;
+  static constexpr u32 kStageBytes = cfg::kRowsPerSlot * cfg::kSlotBytes;
   static constexpr bool kExact = cfg::kSlotBytes == cfg::kVecsPerThread * kThreads * 16 && cfg::kRowBytes % cfg::kSlotBytes == 0;
-  static constexpr u32 kRow = 1, kLast = 2;
+  static constexpr u32 kLast = 1u << 31;  // of kind; the other bits are the number of rows
   static constexpr u32 kBatch = cfg::kNumRanks <= 32 ? 32 / cfg::kNumRanks : 1;  // units whose ranks fit into a warp
 
   // A unit is a chunk of a token, index token * kNumChunks + chunk; this is the group's unit number `unit`.
@@ -114,36 +115,33 @@ class TmaGather {
       leave = __any_sync(~0u, aborted(p.sync));
       for (u32 j = 0; j < kBatch && unit + j < num_units; ++j) {
         const u32 offset = index_of(unit + j) % cfg::kNumChunks * cfg::kChunkBytes, bytes = chunk_bytes(offset);
-        u32 num_left = 0;
         constexpr u32 kOnes = cfg::kNumRanks < 32 ? (1u << (cfg::kNumRanks % 32)) - 1 : ~0u;  // a unit's ranks
+        u32 num_left = 0;
 #pragma unroll
         for (u32 word = 0; word < kRankWords; ++word) num_left += __popc(goes[word] >> (j * cfg::kNumRanks) & kOnes);
-        if (num_left == 0) {
-          wait_empty(empty + slot * 8, phase);
-          if (lane == 0) {
-            kind_[slot] = kLast;
-            ptx::mbarrier_arrive(full_ + slot);
-          }
-          __syncwarp();
-          if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
-        }
+        bool none = num_left == 0;  // of a token that went nowhere: a slot without rows, so that zeros are written
 #pragma unroll
         for (u32 word = 0; word < kRankWords; ++word) {
-          for (u32 left = goes[word] >> (j * cfg::kNumRanks) & kOnes; left != 0; left &= left - 1) {
+          for (u32 left = goes[word] >> (j * cfg::kNumRanks) & kOnes; left != 0 || none; none = false) {
+            const u32 place = __popc(left & ((1u << (rank % 32)) - 1)), num_rows = min(__popc(left), cfg::kRowsPerSlot);
+            const bool takes = mine == j && left >> (rank % 32) & 1 && place < cfg::kRowsPerSlot;
+            num_left -= num_rows;
             // sync(slot.empty) ACQUIRE.cta: all consumers have read the slot (H3). Pairs with RELEASE in add.
             wait_empty(empty + slot * 8, phase);
-            --num_left;
-            if (lane == j * cfg::kNumRanks + __ffs(left) - 1) {
-              kind_[slot] = num_left == 0 ? kRow | kLast : kRow;
-              // sync(row.load) RELEASE.cluster: the copy's last act completes the bytes of full (H1). Read by: add.
-              // The peer's row may be read: acquire and proxy fence were in wait_posts (H5).
-              ptx::mbarrier_arrive_expect_tx(full_ + slot, bytes);
-              ptx::cp_async_bulk_g2s(ring_ + slot * cfg::kSlotBytes,
+            if (lane == 0) {
+              kind_[slot] = num_left == 0 ? num_rows | kLast : num_rows;
+              // sync(row.load) RELEASE.cluster: the copies' last acts complete the bytes of full (H1). Read by: add.
+              ptx::mbarrier_arrive_expect_tx(full_ + slot, num_rows * bytes);
+            }
+            __syncwarp();
+            if (takes) {  // the peer's row may be read: acquire and proxy fence were in wait_posts (H5)
+              ptx::cp_async_bulk_g2s(ring_ + slot * kStageBytes + place * cfg::kSlotBytes,
                                      from.rows[rank + word * 32] + static_cast<u64>(order[word]) * cfg::kRowBytes + offset,
                                      bytes, full_ + slot);
             }
-            __syncwarp();
             if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
+#pragma unroll
+            for (u32 row = 0; row < cfg::kRowsPerSlot; ++row) left &= left - 1;  // of 0: stays 0
           }
         }
       }
@@ -162,31 +160,38 @@ class TmaGather {
       const u32 token = index_of(unit) / cfg::kNumChunks, offset = index_of(unit) % cfg::kNumChunks * cfg::kChunkBytes;
       const u32 num_vecs = chunk_bytes(offset) / 16;
       float sums[cfg::kVecsPerThread][kPerVec] = {};
-      u32 kind;
-      do {
+      bool more = true;
+      while (more) {
         // sync(row.load) ACQUIRE.cta: every lane observes the phase (H1). Pairs with RELEASE in load.
         wait(full + slot * 8, phase);
-        kind = kind_[slot];
-        VecOf<16> vecs[cfg::kVecsPerThread];
-#pragma unroll
-        for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
-          if (kExact || thread + j * kThreads < num_vecs) {
-            const uint4 words = ptx::ld_shared_v4(vec + slot * cfg::kSlotBytes + j * kThreads * 16);
-            vecs[j] = {words.x, words.y, words.z, words.w};
-          }
-        }
-        // sync(slot.empty) RELEASE.cta: all lanes have read it; each fences, then one arrives (H3). Read by: load.
-        ptx::fence_proxy_async_shared_cta();
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(full + (cfg::kSlots + slot) * 8);
-        if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
-        if (kind & kRow) {
+        const u32 kind = kind_[slot], num_rows = kind & ~kLast;
+        more = !(kind & kLast);
+        u32 row = 0, from = vec + slot * kStageBytes;
+        do {
+          VecOf<16> vecs[cfg::kVecsPerThread];
 #pragma unroll
           for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
-            if (kExact || thread + j * kThreads < num_vecs) accumulate<cfg::kDType>(sums[j], vecs[j]);
+            if (kExact || thread + j * kThreads < num_vecs) {
+              const uint4 words = ptx::ld_shared_v4(from + j * kThreads * 16);
+              vecs[j] = {words.x, words.y, words.z, words.w};
+            }
           }
-        }
-      } while (!(kind & kLast));
+          from += cfg::kSlotBytes;
+          if (++row >= num_rows) {
+            // sync(slot.empty) RELEASE.cta: all lanes have read it; each fences, then one arrives (H3). Read by: load.
+            ptx::fence_proxy_async_shared_cta();
+            __syncwarp();
+            if (lane == 0) ptx::mbarrier_arrive(full + (cfg::kSlots + slot) * 8);
+          }
+          if (num_rows > 0) {
+#pragma unroll
+            for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
+              if (kExact || thread + j * kThreads < num_vecs) accumulate<cfg::kDType>(sums[j], vecs[j]);
+            }
+          }
+        } while (row < num_rows);
+        if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
+      }
       u8* out = reinterpret_cast<u8*>(p.out) + static_cast<u64>(token) * cfg::kRowBytes + offset;
 #pragma unroll
       for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {

@@ -17,14 +17,15 @@ struct Unit {
   u32 bytes;
 };
 
-// The units of one warp: every (warps of the grid)-th of num_tokens * kNumChunks, so that CTAs stay level.
+// The units of one warp: every (warps of the grid)-th of num_tokens * kNumChunks, so that CTAs stay level. Warps from
+// kWarps on have none, and no ring.
 struct Walk {
   u32 first, stride, count;
 
   __device__ explicit Walk(u32 num_tokens)
       : first(threadIdx.x / 32 * gridDim.x + blockIdx.x), stride(cfg::kWarps * gridDim.x) {
     const u32 total = num_tokens * cfg::kNumChunks;
-    count = total > first ? (total - first + stride - 1) / stride : 0;
+    count = threadIdx.x / 32 < cfg::kWarps && total > first ? (total - first + stride - 1) / stride : 0;
   }
 
   __device__ __forceinline__ Unit unit(u32 i) const {
@@ -42,7 +43,7 @@ class TmaMover {
     const u32 warp = threadIdx.x / 32;
     ring_ = smem + warp * cfg::kStages * cfg::kSlotBytes;
     full_ = reinterpret_cast<u64*>(smem + cfg::kWarps * cfg::kStages * cfg::kSlotBytes) + warp * cfg::kStages;
-    if (threadIdx.x % 32 == 0) {
+    if (walk.count > 0 && threadIdx.x % 32 == 0) {
       for (u32 stage = 0; stage < cfg::kStages; ++stage) ptx::mbarrier_init(full_ + stage, 1);
       ptx::fence_mbarrier_init_release_cluster();  // H6; the warp barrier below hands it to the lanes that wait
       for (u32 i = 0; i < cfg::kStages && i < walk.count; ++i) load(i);

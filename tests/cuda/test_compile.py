@@ -138,7 +138,7 @@ def test_push_plans(row, num_ranks, target):
     chosen = make_plan("push", *row, num_ranks, target)
     check_chunks(chosen, row[0] * row[1].itemsize, target)
     c = chosen.constants
-    assert chosen.num_threads == 32 * c["kWarps"] and c["kStages"] >= 2  # a slot fills while another is read
+    assert chosen.num_threads == 32 * c["kWarps"] + 32 and c["kStages"] >= 2  # a slot fills while another is read
     if c["kMover"] == plan.MOVERS["tma"]:
         assert chosen.smem_bytes >= c["kWarps"] * c["kStages"] * (c["kSlotBytes"] + 8)
     tables = num_ranks * 40
@@ -155,7 +155,7 @@ def test_pull_plans(row, num_ranks, target):
     if c["kMover"] == plan.MOVERS["tma"]:
         assert chosen.num_threads == 32 * (c["kGroups"] * (c["kConsumerWarps"] + 1) + 1)
         assert 16 * 32 * c["kConsumerWarps"] * c["kVecsPerThread"] >= c["kChunkBytes"]  # a thread for every vector
-        assert c["kSlots"] >= 2 and chosen.smem_bytes >= c["kGroups"] * c["kSlots"] * (c["kSlotBytes"] + 16)
+        assert c["kSlots"] >= 2 and chosen.smem_bytes >= c["kGroups"] * c["kSlots"] * (c["kRowsPerSlot"] * c["kSlotBytes"] + 20)
     tables = num_ranks * 16
     assert chosen.smem_bytes + tables + plan._STATIC_BYTES <= target.smem_limit
 

@@ -42,11 +42,12 @@ def small(chosen: plan.Plan, mover: str, chunks: int) -> plan.Plan:
         c["kNumChunks"], c["kChunkBytes"] = chunks, layout.align(-(-c["kRowBytes"] // chunks), 16)
         c["kSlotBytes"] = layout.align(c["kChunkBytes"])
     if "kStages" in c:
-        c["kWarps"], c["kStages"] = 2, 2
-        return plan.Plan(c, 64, 4 * (c["kSlotBytes"] + 8) if tma else 0)
+        c |= {"kWarps": 2, "kStages": 2, "kPushThreads": 96}
+        return plan.Plan(c, 96, 4 * (c["kSlotBytes"] + 8) if tma else 0)
+    c |= {"kRowsPerSlot": 1} if chunks > 1 else {}
     c |= {"kGroups": 1, "kConsumerWarps": 1, "kSlots": 2, "kPullThreads": 96}
     c["kVecsPerThread"] = -(-c["kChunkBytes"] // 512)
-    return plan.Plan(c, 96, 2 * (c["kSlotBytes"] + 20) if tma else 0)
+    return plan.Plan(c, 96, 2 * (c["kRowsPerSlot"] * c["kSlotBytes"] + 20) if tma else 0)
 
 
 @dataclass(frozen=True)

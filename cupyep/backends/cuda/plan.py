@@ -52,6 +52,7 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
     chunk_bytes = row_bytes if num_chunks == 1 else layout.align(math.ceil(row_bytes / num_chunks))
     if mover == "vector":
         num_warps, num_chunks, chunk_bytes = 16, 1, row_bytes
+    num_threads = (num_warps + 1) * 32  # one warp for side rows
     slot_bytes = layout.align(chunk_bytes)
     constants = {
         "kMoverTma": MOVERS["tma"],
@@ -63,11 +64,12 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kSlotBytes": slot_bytes,
         "kWarps": num_warps,
         "kStages": num_stages,
+        "kPushThreads": num_threads,
         "kScaleBytes": shape.rows.scale_bytes,
         "kScaleVecBytes": math.gcd(shape.rows.scale_bytes, 16),
     }
     smem = num_warps * num_stages * (slot_bytes + 8) if mover == "tma" else 0
-    return Plan(constants, num_warps * 32, smem)
+    return Plan(constants, num_threads, smem)
 
 
 def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan:
@@ -85,9 +87,11 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
     vecs_per_thread = math.ceil(num_vecs / (32 * consumer_warps))
     groups = max(1, min(8, 15 // (consumer_warps + 1)))
     available = smem_limit - _STATIC_BYTES - 16 * num_ranks
-    slots = min(16, available // groups // (slot_bytes + 20))
+    rows_per_slot = max(1, min(num_ranks, 4, 8192 // slot_bytes))
+    stage_bytes = rows_per_slot * slot_bytes + 20
+    slots = min(16, available // groups // stage_bytes)
     num_threads = (groups * (consumer_warps + 1) + 1) * 32
-    smem = groups * slots * (slot_bytes + 20)
+    smem = groups * slots * stage_bytes
     if mover == "vector":
         num_chunks, chunk_bytes, num_threads, smem = 1, row_bytes, 17 * 32, 0
     constants = {
@@ -103,6 +107,7 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kConsumerWarps": consumer_warps,
         "kVecsPerThread": vecs_per_thread,
         "kSlots": slots,
+        "kRowsPerSlot": rows_per_slot,
         "kPullThreads": num_threads,
     }
     return Plan(constants, num_threads, smem)
