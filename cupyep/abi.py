@@ -202,7 +202,17 @@ CEILING_PARAMS = Struct(
     writes="u32",
     pad="u32",
 )
-KERNEL_STRUCTS = (POST, SYNC, ROUTING, COUNT_PARAMS, PUSH_PARAMS, PULL_PARAMS, BARRIER_PARAMS, ABORT_PARAMS)
+KERNEL_STRUCTS = (
+    POST,
+    SYNC,
+    ROUTING,
+    COUNT_PARAMS,
+    PUSH_PARAMS,
+    PULL_PARAMS,
+    BARRIER_PARAMS,
+    ABORT_PARAMS,
+    CEILING_PARAMS,
+)
 
 
 # The abort word is one u64, so that it is claimed by one compare-and-swap and broadcast by one store; 0 means none.

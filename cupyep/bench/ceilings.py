@@ -38,7 +38,7 @@ class Probe:
         self._kernels = {}
         for name in ("fan", "mix", "copy") if int(device.compute_capability) >= 90 else ("copy",):
             warps = COPY_WARPS if name == "copy" else constants["kWarps"]
-            prelude = abi.emit({**constants, "kWarps": warps}, (abi.CEILING_PARAMS,))
+            prelude = plan.prelude(1, {**constants, "kWarps": warps})
             smem = 0 if name == "copy" else smem_bytes(constants)
             module = jit.load(jit.build(jit.Request("ceilings", arch, prelude)))
             self._kernels[name] = Kernel(jit.function(module, name, smem), 32 * warps, smem)

@@ -65,7 +65,9 @@ def git_revision() -> str | None:
 def write_json(path: Path, known: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
     """{"schema", "command", "facts", "results"}; every result is a flat object with its units in the names."""
     whole = {"schema": SCHEMA, "command": sys.argv[1:], "facts": known, "results": list(results)}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(whole, indent=1) + "\n")
+    part.replace(path)  # a reader finds all of it, or what was there before
 
 
 # field of a result -> (heading, format). A table has the columns of which a line has a value.

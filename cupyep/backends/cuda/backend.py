@@ -16,6 +16,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from cupyep import model
 from cupyep.abi import AbortKind, Operation, Verdict
 from cupyep.backends.base import Capacity, Shape
 from cupyep.backends.cuda import devices
@@ -41,7 +42,9 @@ class CudaBackend(Session):
 
     def __init__(self, comm: Communicator, config: BufferConfig, device: int | None, num_sms: int | None) -> None:
         super().__init__(comm, config)
-        self._device, self._max_num_sms = devices.choose(comm, device, num_sms, config.timeout_s)
+        chosen = devices.choose(comm, device, num_sms, config.timeout_s)
+        self._device, self._max_num_sms, self._ranks_per_device = chosen.device, chosen.budget, chosen.ranks_per_device
+        self._machine, self._wanted_sms = devices.machine(self._device), dict[tuple[Operation, int, int], int]()
         self._handle_id = 1  # of the next dispatch; equal on all ranks
         try:
             with cupy.cuda.Device(self._device):
@@ -82,9 +85,10 @@ class CudaBackend(Session):
     def dispatch(
         self, x: Any, topk_idx: Any, topk_weights: Any, num_experts: int, *, copy: bool, num_sms: int | None
     ) -> tuple:
-        sms, handle_id, size = num_sms or self._max_num_sms, self._handle_id, self._comm.size
+        handle_id, size = self._handle_id, self._comm.size
         rows = RowLayout(x.shape[1] * x.itemsize, topk_idx.shape[1], topk_idx.itemsize, topk_weights is not None)
         shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
+        sms = num_sms or self._default_sms(shape, rows.num_topk)
         with self._operation() as current:
             x, topk_idx, topk_weights = (_plain(array) for array in (x, topk_idx, topk_weights))
             order, words = cupy.empty((len(x), size), np.int32), cupy.empty(2 + size, np.int32)
@@ -136,8 +140,9 @@ class CudaBackend(Session):
         return *arrays, handle, event, counted.bad_id
 
     def cached_dispatch(self, x: Any, handle: CudaHandle, *, copy: bool, num_sms: int | None) -> tuple:
-        sms, rows = num_sms or self._max_num_sms, RowLayout(x.shape[1] * x.itemsize)
-        shape, num_recv = Shape(Operation.PUSH, x.shape[1], x.dtype, rows), handle.num_recv_tokens
+        rows, num_recv = RowLayout(x.shape[1] * x.itemsize), handle.num_recv_tokens
+        shape = Shape(Operation.PUSH, x.shape[1], x.dtype, rows)
+        sms = num_sms or self._default_sms(shape, handle.num_topk)
         with self._operation() as current:
             self._agree(shape, handle, current)
             x, blocks = _plain(x), self._blocks.try_allocate(rows.parts(num_recv), current)
@@ -150,9 +155,10 @@ class CudaBackend(Session):
     # combine
 
     def combine(self, x: Any, handle: CudaHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
-        sms, with_weights = num_sms or self._max_num_sms, topk_weights is not None
+        with_weights = topk_weights is not None
         rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk, 0, with_weights)
         shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
+        sms = num_sms or self._default_sms(shape, handle.num_topk)
         with self._operation() as current:
             self._agree(shape, handle, current)
             where, staged = self._blocks.visible({"rows": x, "weights": topk_weights}, current)
@@ -209,6 +215,20 @@ class CudaBackend(Session):
             self._host_wait(self._comm_stream.record())
             self._launcher.check()
             self.prepare(shape)
+
+    def _default_sms(self, shape: Shape, num_topk: int) -> int:
+        """The model's SMs for rows of this kind, within the budget."""
+        key = shape.operation, shape.rows.row_bytes, num_topk
+        if key not in self._wanted_sms:
+            self._wanted_sms[key] = model.num_sms(
+                shape.rows.row_bytes,
+                self._comm.size,
+                verb=shape.operation.verb,
+                num_topk=num_topk,
+                ranks_per_device=self._ranks_per_device,
+                machine=self._machine,
+            )
+        return min(self._wanted_sms[key], self._max_num_sms)
 
     @property
     def max_num_sms(self) -> int:

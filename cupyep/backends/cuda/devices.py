@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 from cupy.cuda import runtime
@@ -12,14 +13,23 @@ from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
 from cupyep.comm.host import check_same_host
 from cupyep.errors import StateError, TopologyError
-from cupyep.model import Machine
+from cupyep.model import Machine, num_sms
 
-DEFAULT_NUM_SMS = 16  # 8 fill one direction of a link; more help where a GPU's own memory is the limit
+SHORT_ROW_BYTES = 2048  # a budget is enough for rows as short as this; longer rows need fewer SMs
 _reserved: dict[int, int] = {}  # device -> SMs per rank that this process's live Buffers may use
 
 
-def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_s: float | None) -> tuple[int, int]:
-    """Collective: (this rank's device, the SMs that one of its kernels may take).
+@dataclass(frozen=True)
+class Choice:
+    """A rank's device ordinal, the SMs that one of its kernels may take, and how many ranks share the GPU."""
+
+    device: int
+    budget: int
+    ranks_per_device: int
+
+
+def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_s: float | None) -> Choice:
+    """Collective: this rank's GPU and its share of it.
 
     Kernels of all ranks wait for each other, so those that may run at once must fit on their GPU together: each live
     Buffer has a budget, a share of the GPU divided by its ranks there.
@@ -38,7 +48,7 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
             RuntimeWarning,
             stacklevel=5,
         )
-    budget = default_budget(available) if num_sms is None else num_sms
+    budget = default_budget(available, machine(ordinal), comm.size, len(sharing)) if num_sms is None else num_sms
     if budget > available:
         failure: Exception | None = StateError(
             f"num_sms: expected at most {max(available, 0)} of the {total_sms} SMs of GPU {bus_id} for each of its "
@@ -54,12 +64,19 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
 
     comm.together("choose device", check, timeout_s=timeout_s)
     _reserved[ordinal] = _reserved.get(ordinal, 0) + (budget if not comm.in_process or comm.rank == 0 else 0)
-    return ordinal, budget
+    return Choice(ordinal, budget, len(sharing))
 
 
-def default_budget(available: int) -> int:
-    """The SMs that a Buffer takes of those `available` to its rank: room stays for a second Buffer."""
-    return min(DEFAULT_NUM_SMS, max(1, available // 2))
+def default_budget(available: int, machine: Machine, num_ranks: int, ranks_per_device: int) -> int:
+    """The SMs that a Buffer takes of those `available` to its rank.
+
+    What the model wants for short rows, but at most half, so that room stays for a second Buffer.
+    """
+    wanted = max(
+        num_sms(SHORT_ROW_BYTES, num_ranks, verb=verb, ranks_per_device=ranks_per_device, machine=machine)
+        for verb in ("dispatch", "combine")
+    )
+    return min(wanted, max(1, available // 2))
 
 
 def release(device: int, comm: Communicator, num_sms: int) -> None:
