@@ -103,7 +103,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _finish(arguments: argparse.Namespace, results: Results | None) -> int:
-    """Prints, writes and draws; None: another process does it."""
+    """Prints, writes and draws (None: another process does it); the exit status, 1 if a step failed."""
     if results is None:
         return 0
     known = report.facts()
@@ -117,7 +117,7 @@ def _finish(arguments: argparse.Namespace, results: Results | None) -> int:
 
         gpus = sorted(set(known["gpus"])) or ["no GPU"]
         plot.draw(arguments.plot, results, f"cupyep {known['git'] or known['cupyep']}, {', '.join(gpus)}")
-    return 0
+    return int(any(result.get("failed") for result in results))
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:

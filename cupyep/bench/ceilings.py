@@ -106,7 +106,7 @@ def run(num_sms: list[int], row_bytes: int, calls: int) -> Iterator[dict[str, An
         parts = max(reads, writes)
         check(probe, kernel, reads, writes, src, dst)
         for sms in num_sms:
-            part = min(size, BYTES_PER_SM * sms) // parts
+            part = min(size, BYTES_PER_SM * sms) // parts // probe.chunk_bytes * probe.chunk_bytes
             launch = _launcher(probe, kernel, reads, writes, src, dst, part)
             timing = measure([partial(launch, sms)], [CudaClock(stream)], cupy.cuda.Device().synchronize, calls)[0]
             moved = part // probe.chunk_bytes * probe.chunk_bytes * _counted(name, reads, writes)
@@ -138,7 +138,7 @@ def _launcher(probe: Probe, kernel: str, reads: int, writes: int, src: Any, dst:
 
 def check(probe: Probe, kernel: str, reads: int, writes: int, src: Any, dst: Any) -> None:
     """That the kernel stores what it should, all of it and nothing else. Raises AssertionError."""
-    part = min(src.size // 8, 64 << 20)
+    part = min(src.size // 8, 64 << 20) // 128 * 128
     dst.fill(0)
     cupy.cuda.Device().synchronize()
     _launcher(probe, kernel, reads, writes, src, dst, part)(7)

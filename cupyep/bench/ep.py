@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -67,6 +68,8 @@ def fitting(world: World, num_sms: list[int]) -> list[Any]:
     if world.backend == "numpy":
         return [None]
     most = world.machine().num_sms // world.ranks_per_device
+    if world.is_first and max(num_sms) > most:
+        print(f"ep: a rank can have {most} SMs here; more are left out", file=sys.stderr)
     return [sms for sms in num_sms if sms <= most] or [most]
 
 

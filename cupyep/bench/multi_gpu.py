@@ -70,7 +70,8 @@ def run(
     results.append(_note("doctor", facts["verdict"]))
     num_ranks = num_ranks or len(facts["cuda"].get("devices", ())) or 2
     if tests != "none":
-        results.append(_note("tests", _run_tests(tests, num_ranks, "cuda" if is_cuda else "numpy", deadline)))
+        why = _run_tests(tests, num_ranks, "cuda" if is_cuda else "numpy", deadline)
+        results.append(_note(f"tests, {tests}", why or "passed", failed=bool(why)))
         _say(f"tests: {results[-1]['note']}")
     with tempfile.TemporaryDirectory(prefix="cupyep-bench-") as folder:
         for number, step in enumerate(steps):
@@ -85,7 +86,7 @@ def run(
             if path.exists():  # also of a step that ran out of time: what it had by then
                 results += json.loads(path.read_text())["results"]
             if why:
-                results.append(_note(step.name, why))
+                results.append(_note(step.name, why, failed=True))
                 _say(f"{step.name}: {why}")
     return results + summary(results)
 
@@ -127,7 +128,7 @@ def bounded_run(command: list[str], limit_s: float, cwd: Path | None = None) -> 
 
 
 def _run_tests(which: str, num_ranks: int, backend: str, deadline: float) -> str:
-    """pytest on ranks that are processes, so that each has a GPU of its own; its verdict in words."""
+    """pytest on ranks that are processes, so that each has a GPU of its own; "" or what went wrong."""
     if not TESTS.is_dir():
         return "not run: an installed package has no tests; use a checkout"
     quick = [f"{_DISPATCH}::test_processes[2-True]"]
@@ -145,8 +146,7 @@ def _run_tests(which: str, num_ranks: int, backend: str, deadline: float) -> str
         "--timeout=90",
         *chosen,
     ]
-    why = bounded_run(command, left_s, cwd=TESTS)
-    return f"{which}: {why or 'passed'}"
+    return bounded_run(command, left_s, cwd=TESTS)
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -167,8 +167,8 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def _note(name: str, text: str) -> dict[str, Any]:
-    return {"benchmark": "multi-gpu", "name": name, "note": text}
+def _note(name: str, text: str, *, failed: bool = False) -> dict[str, Any]:
+    return {"benchmark": "multi-gpu", "name": name, "note": text, "failed": failed}
 
 
 def _say(text: str) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 from cupy.cuda import runtime
 
-from cupyep import env
+from cupyep import env, model
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
 from cupyep.comm.host import check_same_host
 from cupyep.errors import StateError, TopologyError
-from cupyep.model import Machine, num_sms
 
 SHORT_ROW_BYTES = 2048  # a budget is enough for rows as short as this; longer rows need fewer SMs
 _reserved: dict[int, int] = {}  # device -> SMs per rank that this process's live Buffers may use
@@ -67,13 +66,13 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     return Choice(ordinal, budget, len(sharing))
 
 
-def default_budget(available: int, machine: Machine, num_ranks: int, ranks_per_device: int) -> int:
+def default_budget(available: int, machine: model.Machine, num_ranks: int, ranks_per_device: int) -> int:
     """The SMs that a Buffer takes of those `available` to its rank.
 
     What the model wants for short rows, but at most half, so that room stays for a second Buffer.
     """
     wanted = max(
-        num_sms(SHORT_ROW_BYTES, num_ranks, verb=verb, ranks_per_device=ranks_per_device, machine=machine)
+        model.num_sms(SHORT_ROW_BYTES, num_ranks, verb=verb, ranks_per_device=ranks_per_device, machine=machine)
         for verb in ("dispatch", "combine")
     )
     return min(wanted, max(1, available // 2))
@@ -85,7 +84,7 @@ def release(device: int, comm: Communicator, num_sms: int) -> None:
         _reserved[device] -= num_sms
 
 
-def machine(device: int) -> Machine:
+def machine(device: int) -> model.Machine:
     """`device` for the model."""
 
     def attribute(name: str) -> int:
@@ -93,7 +92,7 @@ def machine(device: int) -> Machine:
 
     capability = attribute("ComputeCapabilityMajor") * 10 + attribute("ComputeCapabilityMinor")
     memory_gbps = 2 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8e6  # kHz, double rate; bits
-    return Machine.of(capability, attribute("MultiProcessorCount"), attribute("ClockRate") / 1e6, memory_gbps)
+    return model.Machine.of(capability, attribute("MultiProcessorCount"), attribute("ClockRate") / 1e6, memory_gbps)
 
 
 def load(device: int, num_ranks: int) -> Kernels:
