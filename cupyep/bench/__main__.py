@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (default: the process's own arguments) names; returns the exit status."""
     arguments = parser().parse_args(argv)
     faulthandler.dump_traceback_later(arguments.time_limit, exit=True)
-    env.set_default_connections()
+    if arguments.run is not _multi_gpu:  # whose children set it as they need it
+        env.set_default_connections()
     try:
         _check_files(arguments)
         return _finish(arguments, arguments.run(arguments))
@@ -76,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     sms(case(group(command("barrier", _barrier, "Barriers, and batches of few tokens.")), [1, 8, 64, 128]), [8])
     case(group(command("baseline", _baseline, "The same by MPI or NCCL; start it with mpirun.")), [4096])
     text = "What SMs can load, store and copy; with --peer, from and to other ranks' memory."
-    ceilings = sms(group(command("ceilings", _ceilings, text)), [1, 4, 8, 16, 32])
+    ceilings = sms(group(command("ceilings", _ceilings, text)), [1, 4, 8, 16, 32, 64, 132])
     ceilings.add_argument("--row-bytes", type=_positive, default=14336)
     ceilings.add_argument("--peer", action="store_true", help="between each rank and the next")
     multi = group(command("multi-gpu", _multi_gpu, "Everything on the GPUs of this host, one rank per GPU."))

@@ -93,12 +93,14 @@ LINES = {
 
 
 def run(num_sms: list[int], row_bytes: int, calls: int) -> Iterator[dict[str, Any]]:
-    """The results of one GPU, the current one: a line for each number of SMs and each of LINES."""
+    """The results of one GPU, the current one: a line for each number of SMs (at most all) and each of LINES."""
     free = cupy.cuda.runtime.memGetInfo()[0]
     size = min(MOST_BYTES, free // 4) // (8 * row_bytes) * (8 * row_bytes)
     src, dst = cupy.arange(size // 4, dtype=np.uint32).view(np.uint8), cupy.empty(size, np.uint8)
     stream = cupy.cuda.Stream(non_blocking=True)
     probe = Probe(row_bytes, stream)
+    most = cupy.cuda.runtime.deviceGetAttribute(cupy.cuda.runtime.cudaDevAttrMultiProcessorCount, cupy.cuda.Device().id)
+    num_sms = sorted({min(sms, most) for sms in num_sms})
     cupy.cuda.Device().synchronize()
     for name, (kernel, reads, writes) in LINES.items():
         if kernel not in probe._kernels:
