@@ -147,6 +147,7 @@ def rates(logical: float, wire: float, timing: Timing) -> dict[str, float]:
         "wire_bytes": wire,
         "logical_gbps": logical / seconds,
         "wire_gbps": wire / seconds,
+        "us_per_mb": timing.mean * 1e12 / logical,
     }
 
 

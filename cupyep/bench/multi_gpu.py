@@ -21,6 +21,7 @@ from cupyep import doctor
 from cupyep.bench.cases import MODES
 from cupyep.doctor.checks import mpiexec
 
+SMALL_BATCH = 128  # tokens
 SMS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 _DISPATCH = "tests/multirank/test_dispatch_combine.py"
@@ -150,7 +151,7 @@ def _run_tests(which: str, num_ranks: int, backend: str, deadline: float) -> str
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The peak of dispatch and combine and the SMs that reach 95% of it; push against pull, by their ceilings."""
+    """What the tables come to: peaks, the SMs that reach 95% of them, latency, push against pull by ceilings."""
     lines = []
     kernels = [r for r in results if r["benchmark"] == "ep" and r["scope"] == "kernel" and "logical_gbps" in r]
     for verb, mode in dict.fromkeys((r["verb"], r["mode"]) for r in kernels):
@@ -158,6 +159,10 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         peak = max(r["logical_gbps"] for r in mine)
         enough = min(r["num_sms"] for r in mine if r["logical_gbps"] >= 0.95 * peak)
         lines.append(_note(f"{verb}, {mode}", f"peak {peak:.0f} GB/s logical, 95% of it with {enough} SMs"))
+    for result in results:
+        if result["benchmark"] == "barrier" and result.get("num_tokens", SMALL_BATCH) == SMALL_BATCH:
+            text = f"{result['time_us']:.1f} us, p99 {result['p99_us']:.1f} us, {SMALL_BATCH} tokens"
+            lines.append(_note(result["name"], text if "num_tokens" in result else text.rpartition(",")[0]))
     rates = {(r["name"], r["num_sms"]): r["gbps"] for r in results if r["benchmark"] == "peers"}
     for sms in sorted(sms for name, sms in rates if name == "store to all peers, all"):
         push, pull = rates["store to all peers, all", sms], rates["load from all peers, all", sms]

@@ -74,7 +74,6 @@ def write_json(path: Path, known: dict[str, Any], results: Sequence[dict[str, An
 COLUMNS = {
     "benchmark": ("", "s"),
     "name": ("what", "s"),
-    "verb": ("what", "s"),
     "scope": ("time of", "s"),
     "mode": ("mode", "s"),
     "num_ranks": ("ranks", "d"),
@@ -102,7 +101,8 @@ def parts(results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as text, a line each, with the columns that any of them has."""
+    """The results as text, a line each, with the columns that any of them has; what has no name has a verb."""
+    results = [{"name": result.get("verb"), **result} for result in results]
     names = [name for name in COLUMNS if any(result.get(name) is not None for result in results)]
     lines = [[COLUMNS[name][0] for name in names]]
     for result in results:

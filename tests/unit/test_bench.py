@@ -161,6 +161,7 @@ def test_json_schema(written):
         if result["verb"] != "barrier":
             rate = result["logical_bytes"] / result["time_us"] / 1e3
             assert result["logical_gbps"] == pytest.approx(rate)
+            assert result["us_per_mb"] == pytest.approx(1e3 / rate)
             assert result["wire_gbps"] < result["logical_gbps"]
             assert 32 * 2 * result["num_tokens"] <= result["logical_bytes"] <= 2 * 32 * 2 * result["num_tokens"]
 
@@ -199,7 +200,7 @@ def test_git_revision_of_a_checkout():
 RESULTS = [
     {"verb": verb, "scope": "kernel", "mode": "bf16", "num_ranks": ranks, "num_sms": sms, "num_tokens": tokens,
      "hidden": 7168, "time_us": 100.0 / sms + tokens, "logical_gbps": 50.0 * sms, "ceiling_gbps": 60.0 * sms,
-     "predicted_us": 1.0}
+     "predicted_us": 1.0, "us_per_mb": 20.0 / sms}
     for verb in ("dispatch", "combine") for ranks in (2, 4) for sms in (1, 2, 8) for tokens in (64, 128)
 ]  # fmt: skip
 

@@ -100,9 +100,12 @@ def test_summary():
         {"benchmark": "peers", "name": f"{name}, all", "num_sms": 8, "gbps": rate}
         for name, rate in (("store to all peers", 380.0), ("load from all peers", 370.0))
     ]
-    notes = [line["note"] for line in multi_gpu.summary(kernels + peers)]
+    times = {"benchmark": "barrier", "time_us": 2.34, "p99_us": 5.0}
+    barriers = [{**times, "name": "bare"}, *({**times, "name": "graph", "num_tokens": n} for n in (8, 128))]
+    notes = [line["note"] for line in multi_gpu.summary(kernels + barriers + peers)]
+    assert notes[2:4] == ["2.3 us, p99 5.0 us", "2.3 us, p99 5.0 us, 128 tokens"]
     assert notes[:2] == ["peak 400 GB/s logical, 95% of it with 8 SMs"] * 2
-    assert notes[2:] == ["combine by push at most 380 GB/s on the wire, by pull at most 370 (8 SMs)"]
+    assert notes[4:] == ["combine by push at most 380 GB/s on the wire, by pull at most 370 (8 SMs)"]
 
 
 def test_steps_of_multi_gpu_are_valid_commands():

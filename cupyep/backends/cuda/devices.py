@@ -86,13 +86,18 @@ def release(device: int, comm: Communicator, num_sms: int) -> None:
 
 def machine(device: int) -> model.Machine:
     """`device` for the model."""
-
-    def attribute(name: str) -> int:
-        return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
-
-    capability = attribute("ComputeCapabilityMajor") * 10 + attribute("ComputeCapabilityMinor")
-    memory_gbps = 2 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8e6  # kHz, double rate; bits
-    return model.Machine.of(capability, attribute("MultiProcessorCount"), attribute("ClockRate") / 1e6, memory_gbps)
+    properties = runtime.getDeviceProperties(device)
+    clock_khz, memory_khz, bus_bits = (
+        runtime.deviceGetAttribute(attribute, device)
+        for attribute in (
+            runtime.cudaDevAttrClockRate,
+            runtime.cudaDevAttrMemoryClockRate,
+            runtime.cudaDevAttrGlobalMemoryBusWidth,
+        )
+    )
+    memory_gbps = 2 * memory_khz * bus_bits / 8e6  # two transfers per clock
+    capability = properties["major"] * 10 + properties["minor"]
+    return model.Machine.of(capability, properties["multiProcessorCount"], clock_khz / 1e6, memory_gbps)
 
 
 def load(device: int, num_ranks: int) -> Kernels:

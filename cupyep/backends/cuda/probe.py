@@ -105,15 +105,15 @@ def devices() -> dict[str, Any]:
     """The devices that CUDA_VISIBLE_DEVICES leaves to this process, and `peer_access[i][j]`: can i reach j's memory."""
     from cupy.cuda import runtime
 
-    def attribute(name: str, device: int) -> int:
-        return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
-
     found = range(runtime.getDeviceCount())
-    capabilities = [(attribute("ComputeCapabilityMajor", i), attribute("ComputeCapabilityMinor", i)) for i in found]
+    properties = [runtime.getDeviceProperties(i) for i in found]
     return {
         "devices": [
-            {"compute_capability": f"{major}.{minor}", "num_sms": attribute("MultiProcessorCount", i)}
-            for i, (major, minor) in enumerate(capabilities)
+            {
+                "compute_capability": f"{gpu['major']}.{gpu['minor']}",
+                "num_sms": gpu["multiProcessorCount"],
+            }
+            for gpu in properties
         ],
         "peer_access": [[i == j or bool(runtime.deviceCanAccessPeer(i, j)) for j in found] for i in found],
     }
