@@ -78,7 +78,7 @@ def bench(tmp_path: Any, *arguments: str, launcher: tuple[str, ...] = ()) -> lis
     return whole["results"]
 
 
-CASE = ("--tokens", "256", "--hidden", "2048", "--sms", "2", "--calls", "4")
+CASE = ("--tokens", "2048", "--hidden", "2048", "--sms", "2", "--calls", "4")
 
 
 @pytest.mark.gpu
