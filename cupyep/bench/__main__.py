@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.util
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.run is not _multi_gpu:  # whose children set it as they need it
         env.set_default_connections()
     try:
-        _check_files(arguments)
-        return _finish(arguments, arguments.run(arguments))
+        report.check_files(arguments.json, arguments.plot)
+        results = arguments.run(arguments)
+        return 0 if results is None else report.publish(results, arguments.json, arguments.plot)
     except (CupyepError, ValueError) as error:
         print(f"cupyep.bench: {error}", file=sys.stderr)
         return 2
@@ -90,37 +89,6 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
-    """Before anything is measured: that the results can be written."""
-    for name in ("json", "plot"):
-        path = getattr(arguments, name)
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"--{name}: expected a file in an existing folder, got {path}")
-    if arguments.plot is not None:
-        if arguments.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--plot: expected a name that ends in .png, .svg or .pdf, got {arguments.plot}")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot: expected matplotlib, which the extra bench of cupyep brings")
-
-
-def _finish(arguments: argparse.Namespace, results: Results | None) -> int:
-    """Prints, writes and draws (None: another process does it); the exit status, 1 if a step failed."""
-    if results is None:
-        return 0
-    known = report.facts()
-    print(" · ".join(f"{name} {value}" for name, value in known.items() if value))
-    for part in report.parts(results):
-        print(f"\n{report.table(part)}")
-    if arguments.json:
-        report.write_json(arguments.json, known, results)
-    if arguments.plot:
-        from cupyep.bench import plot
-
-        gpus = sorted(set(known["gpus"])) or ["no GPU"]
-        plot.draw(arguments.plot, results, f"cupyep {known['git'] or known['cupyep']}, {', '.join(gpus)}")
-    return int(any(result.get("failed") for result in results))
-
-
 def _cases(arguments: argparse.Namespace) -> list[Case]:
     return [
         Case(tokens, hidden, arguments.topk, arguments.experts, mode)
@@ -131,14 +99,8 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def _collect(arguments: argparse.Namespace, world: World, results: Iterator[dict[str, Any]]) -> Results | None:
-    """All `results`, on the first process. What is there is written now and then: the time may run out."""
-    collected: Results = []
-    written = time.monotonic()
-    for result in results:
-        collected.append(result)
-        if arguments.json and world.is_first and time.monotonic() > written + 2:
-            report.write_json(arguments.json, {}, collected)
-            written = time.monotonic()
+    """All `results`, on the first process; None on the others."""
+    collected = report.collect(results, arguments.json if world.is_first else None)
     return collected if world.is_first else None
 
 

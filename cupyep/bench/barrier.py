@@ -15,6 +15,7 @@ from typing import Any
 from cupyep.bench import ep
 from cupyep.bench.cases import Case
 from cupyep.bench.report import progress
+from cupyep.bench.timed import in_graph, time_of
 from cupyep.bench.timing import Timing
 from cupyep.bench.world import World
 
@@ -33,11 +34,11 @@ def run(world: World, cases: list[Case], num_sms: list[int], calls: int) -> Iter
                 yield _bare(world, ranks, calls)
             ep.verify_kernels(world, ranks, sms)
             for verb, action in (("dispatch", "push"), ("combine", "pull"), ("barrier", "barrier")):
-                timing = ep.in_graph(world, ranks, action, sms, calls)
+                timing = in_graph(world, ranks, action, sms, calls)
                 yield _result(world, f"{verb}, in a graph", timing, num_sms=sms, **asdict(case))
             world.on(ranks, lambda rank: rank.check())
             for line in _API:
-                timing = ep.time_of(world, ranks, line.action, sms, line.scope, calls)
+                timing = time_of(world, ranks, line.action, sms, line.scope, calls)
                 yield _result(world, f"{line.verb}, whole call", timing, num_sms=sms, **asdict(case))
             world.on(ranks, lambda rank: rank.close())
 
@@ -45,7 +46,7 @@ def run(world: World, cases: list[Case], num_sms: list[int], calls: int) -> Iter
 def _bare(world: World, ranks: list[Any], calls: int) -> dict[str, Any]:
     from cupyep.bench.kernels import NUM_BARRIERS
 
-    return _result(world, "barrier, bare", ep.time_of(world, ranks, "barriers", 1, "kernel", calls), NUM_BARRIERS)
+    return _result(world, "barrier, bare", time_of(world, ranks, "barriers", 1, "kernel", calls), NUM_BARRIERS)
 
 
 def _result(world: World, name: str, timing: Timing, count: int = 1, **more: Any) -> dict[str, Any]:

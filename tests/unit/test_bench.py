@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupyep.bench import plot, report
+from cupyep.bench import plot, report, timed
 from cupyep.bench.cases import MODES, Case, count_bytes
 from cupyep.bench.ranks import Rank
 from cupyep.bench.sweep import prediction_note
@@ -248,3 +248,20 @@ def test_a_rank_sees_a_wrong_result():
     x.view(np.uint16)[1, 2] ^= 1
     with pytest.raises(AssertionError, match=r"rank 1: combine\(dispatch\(x\)\): 1 of 12 elements are wrong"):
         rank.verify()
+
+
+@pytest.mark.parametrize(("step", "in_graph"), [(1.0, False), (1e-6, True)])
+def test_kernels_shorter_than_their_launch_are_measured_in_a_graph(step, in_graph, monkeypatch):
+    """A launch of the graph takes as long here as one of the kernel, so a kernel of it takes a twentieth."""
+    calls = [0]
+
+    def launch(*_):
+        calls[0] += 1
+
+    rank = SimpleNamespace(push=launch, launch_graph=launch, graph=lambda action, sms, count: (action, sms, count))
+    rank.barrier, rank.launcher = lambda sms: None, SimpleNamespace(check=lambda: None)
+    world = SimpleNamespace(align=lambda: None, gather=lambda values: values)
+    monkeypatch.setattr(timed, "_clock_on", lambda rank: FakeClock(calls, step))
+    timing = timed.time_of(world, [rank], "push", 4, "kernel", 3)
+    assert timing.in_graph == in_graph
+    assert timing.mean == pytest.approx(step / timed.KERNELS_IN_GRAPH if in_graph else step)
