@@ -65,7 +65,7 @@ class Buffer(Group):
             copy: results in memory of their own instead of the arena; for results that are kept, as in training.
             scales_order: "C" or "F": received scales row-major, or column-major, which takes a local copy.
             validate: check the three arrays below against our own counts; otherwise they are ignored.
-            num_sms: SMs for this call; None: the default.
+            num_sms: SMs for this call; None: as set_num_sms says, else chosen by the model from row size and ranks.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: as from get_dispatch_layout.
             config: ignored; DeepEP's tuning object.
 
@@ -153,7 +153,7 @@ class Buffer(Group):
                 weighted. An array of this Buffer's arena is used in place; any other is staged there by a local copy.
             handle: from that dispatch.
             topk_weights: `[num_recv_tokens, num_topk]` float32 to be summed the same way, or None.
-            num_sms: SMs for this call; None: the default.
+            num_sms: SMs for this call; None: as set_num_sms says, else chosen by the model from row size and ranks.
             config: ignored; DeepEP's tuning object.
 
         Returns: CombineResult of combined_x `[num_tokens, hidden]`, combined_topk_weights `[num_tokens, num_topk]` or

@@ -1,5 +1,8 @@
 """Benchmarks: `python -m cupyep.bench COMMAND`. docs/benchmarks.md says what each figure means.
 
-world.py starts ranks, cases.py says what is moved, ranks.py holds one rank's data and verifies it, timing.py measures.
-ep.py, ceilings.py, barrier.py, baseline.py and multi_gpu.py are the commands; report.py and plot.py show the results.
+cases.py     what is moved, and how bytes are counted        world.py     the ranks: threads or processes
+ranks.py     one rank's data, calls and verification         kernels.py   the same with its kernels, on a GPU
+timing.py    clocks and series                               timed.py     an action's time over all ranks
+report.py    table, JSON, progress                           plot.py      pictures
+The commands: ep.py sweep.py barrier.py ceilings.py peers.py baseline.py (with exchange.py) multi_gpu.py
 """

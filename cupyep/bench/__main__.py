@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,25 @@ Results = list[dict[str, Any]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (default: the process's own arguments) names; returns the exit status."""
-    parser = argparse.ArgumentParser("python -m cupyep.bench", description=__doc__)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    arguments = parser().parse_args(argv)
+    faulthandler.dump_traceback_later(arguments.time_limit, exit=True)
+    if arguments.run is not _multi_gpu:  # whose children set it as they need it
+        env.set_default_connections()
+    try:
+        report.check_files(arguments.json, arguments.plot)
+        results = arguments.run(arguments)
+        return 0 if results is None else report.publish(results, arguments.json, arguments.plot)
+    except (CupyepError, ValueError) as error:
+        print(f"cupyep.bench: {error}", file=sys.stderr)
+        return 2
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; each command's `run` is one of the functions below."""
+    top = argparse.ArgumentParser("python -m cupyep.bench", description=__doc__)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], Results | None], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
@@ -59,42 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     sms(case(group(command("barrier", _barrier, "Barriers, and batches of few tokens.")), [1, 8, 64, 128]), [8])
     case(group(command("baseline", _baseline, "The same by MPI or NCCL; start it with mpirun.")), [4096])
     text = "What SMs can load, store and copy; with --peer, from and to other ranks' memory."
-    ceilings = sms(group(command("ceilings", _ceilings, text)), [1, 4, 8, 16, 32])
+    ceilings = sms(group(command("ceilings", _ceilings, text)), [1, 4, 8, 16, 32, 64, 132])
     ceilings.add_argument("--row-bytes", type=_positive, default=14336)
     ceilings.add_argument("--peer", action="store_true", help="between each rank and the next")
     multi = group(command("multi-gpu", _multi_gpu, "Everything on the GPUs of this host, one rank per GPU."))
     multi.set_defaults(time_limit=480)
+    multi.add_argument("--tokens", type=_positive, nargs="+", default=[128, 4096, 16384], help="per rank")
+    multi.add_argument("--hidden", type=_positive, default=7168, help="elements of a row")
     multi.add_argument("--threads", action="store_true", help="ranks as threads: no MPI, and no MPS on one GPU")
     multi.add_argument("--tests", choices=("none", "quick", "full"), default="quick", help="full needs a longer limit")
     multi.add_argument("--quick", action="store_true", help="fewer points of each curve")
-    arguments = parser.parse_args(argv)
-    faulthandler.dump_traceback_later(arguments.time_limit, exit=True)
-    env.set_default_connections()
-    try:
-        return _finish(arguments, arguments.run(arguments))
-    except (CupyepError, ValueError) as error:
-        print(f"cupyep.bench: {error}", file=sys.stderr)
-        return 2
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def _finish(arguments: argparse.Namespace, results: Results | None) -> int:
-    """Prints, writes and draws; None: another process does it."""
-    if results is None:
-        return 0
-    known = report.facts()
-    print(" · ".join(f"{name} {value}" for name, value in known.items() if value))
-    for part in report.parts(results):
-        print(f"\n{report.table(part)}")
-    if arguments.json:
-        report.write_json(arguments.json, known, results)
-    if arguments.plot:
-        from cupyep.bench import plot
-
-        gpus = sorted(set(known["gpus"])) or ["no GPU"]
-        plot.draw(arguments.plot, results, f"cupyep {known['git'] or known['cupyep']}, {', '.join(gpus)}")
-    return 0
+    return top
 
 
 def _cases(arguments: argparse.Namespace) -> list[Case]:
@@ -106,50 +98,54 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
+def _collect(arguments: argparse.Namespace, world: World, results: Iterator[dict[str, Any]]) -> Results | None:
+    """All `results`, on the first process; None on the others."""
+    collected = report.collect(results, arguments.json if world.is_first else None)
+    return collected if world.is_first else None
+
+
 def _ep(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import ep
 
     cases, world = _cases(arguments), World(arguments.ranks, arguments.backend)
-    results = list(ep.run(world, cases, arguments.sms, arguments.calls))
-    return results if world.is_first else None
+    return _collect(arguments, world, ep.run(world, cases, arguments.sms, arguments.calls))
 
 
 def _sweep(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import sweep
 
     world, [case, *_] = World(arguments.ranks, arguments.backend), _cases(arguments)
-    results = list(sweep.run(world, case, arguments.sms[0], arguments.axes, arguments.calls))
-    return results + sweep.prediction_note(results) if world.is_first else None
+    results = _collect(arguments, world, sweep.run(world, case, arguments.sms[0], arguments.axes, arguments.calls))
+    return results and results + sweep.prediction_note(results)
 
 
 def _barrier(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import barrier
 
     world = World(arguments.ranks, arguments.backend)
-    results = list(barrier.run(world, _cases(arguments), arguments.sms, arguments.calls))
-    return results if world.is_first else None
+    return _collect(arguments, world, barrier.run(world, _cases(arguments), arguments.sms, arguments.calls))
 
 
 def _baseline(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import baseline
 
     world = World(arguments.ranks, arguments.backend)
-    results = list(baseline.run(world, _cases(arguments), arguments.calls))
-    return results if world.is_first else None
+    return _collect(arguments, world, baseline.run(world, _cases(arguments), arguments.calls))
 
 
 def _ceilings(arguments: argparse.Namespace) -> Results | None:
-    world = World(arguments.ranks or (None if arguments.peer else 1), arguments.backend)
+    world = World(arguments.ranks, arguments.backend)
     if world.backend != "cuda":
         raise ValueError("ceilings: expected a GPU that CuPy can use, found none")
     if not arguments.peer:
         from cupyep.bench import ceilings
 
-        return list(ceilings.run(arguments.sms, arguments.row_bytes, arguments.calls)) if world.is_first else None
+        if not world.is_first:
+            return None
+        return _collect(arguments, world, ceilings.run(arguments.sms, arguments.row_bytes, arguments.calls))
     from cupyep.bench import peers
 
-    results = list(peers.run(world, arguments.sms, arguments.row_bytes, arguments.calls))
-    return results if world.is_first else None
+    return _collect(arguments, world, peers.run(world, arguments.sms, arguments.row_bytes, arguments.calls))
 
 
 def _multi_gpu(arguments: argparse.Namespace) -> Results | None:
@@ -161,7 +157,7 @@ def _multi_gpu(arguments: argparse.Namespace) -> Results | None:
         arguments.ranks,
         threads=arguments.threads,
         tests=arguments.tests,
-        quick=arguments.quick,
+        steps=multi_gpu.steps(arguments.tokens, arguments.hidden, quick=arguments.quick),
         backend=arguments.backend,
         limit_s=arguments.time_limit - 15,
     )

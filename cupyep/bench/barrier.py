@@ -10,16 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from cupyep.bench import ep
 from cupyep.bench.cases import Case
 from cupyep.bench.report import progress
-from cupyep.bench.timing import Timing, measure
+from cupyep.bench.timed import in_graph, time_of
+from cupyep.bench.timing import Timing
 from cupyep.bench.world import World
 
-KERNELS_IN_GRAPH = 20
 _API = tuple(line for line in ep.LINES if line.scope == "API")
 
 
@@ -35,11 +34,11 @@ def run(world: World, cases: list[Case], num_sms: list[int], calls: int) -> Iter
                 yield _bare(world, ranks, calls)
             ep.verify_kernels(world, ranks, sms)
             for verb, action in (("dispatch", "push"), ("combine", "pull"), ("barrier", "barrier")):
-                timing = _in_graph(world, ranks, action, sms, calls)
+                timing = in_graph(world, ranks, action, sms, calls)
                 yield _result(world, f"{verb}, in a graph", timing, num_sms=sms, **asdict(case))
             world.on(ranks, lambda rank: rank.check())
             for line in _API:
-                timing = ep.time_of(world, ranks, line.action, sms, line.scope, calls)
+                timing = time_of(world, ranks, line.action, sms, line.scope, calls)
                 yield _result(world, f"{line.verb}, whole call", timing, num_sms=sms, **asdict(case))
             world.on(ranks, lambda rank: rank.close())
 
@@ -47,16 +46,7 @@ def run(world: World, cases: list[Case], num_sms: list[int], calls: int) -> Iter
 def _bare(world: World, ranks: list[Any], calls: int) -> dict[str, Any]:
     from cupyep.bench.kernels import NUM_BARRIERS
 
-    return _result(world, "barrier, bare", ep.time_of(world, ranks, "barriers", 1, "kernel", calls), NUM_BARRIERS)
-
-
-def _in_graph(world: World, ranks: list[Any], action: str, sms: int, calls: int) -> Timing:
-    """Collective: the time of one kernel of every rank, KERNELS_IN_GRAPH of them in a graph for each rank."""
-    graphs = [rank.graph(action, sms, KERNELS_IN_GRAPH) for rank in ranks]
-    clocks = [ep.clock_on(rank) for rank in ranks]
-    launches = [partial(rank.launch_graph, graph) for rank, graph in zip(ranks, graphs, strict=True)]
-    timings = world.gather(measure(launches, clocks, partial(ep.align, world, ranks), calls))
-    return Timing.slowest(timings).over(KERNELS_IN_GRAPH)
+    return _result(world, "barrier, bare", time_of(world, ranks, "barriers", 1, "kernel", calls), NUM_BARRIERS)
 
 
 def _result(world: World, name: str, timing: Timing, count: int = 1, **more: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import numpy as np
 from cupyep.bench import ep
 from cupyep.bench.cases import Case
 from cupyep.bench.exchange import exchanges
+from cupyep.bench.ranks import bits
 from cupyep.bench.report import progress
 from cupyep.bench.timing import HostClock, Timing, measure
 from cupyep.bench.world import World
@@ -33,15 +34,15 @@ class Plan:
         self.recv_counts = list(rank.sent.handle.num_recv_tokens_per_rank)
 
     def dispatch(self, exchange: Callable[..., Any]) -> Any:
-        return exchange(self.rank.rows[self.order], self.send_counts, self.recv_counts)
+        return exchange(bits(self.rank.rows)[self.order], self.send_counts, self.recv_counts)
 
     def combine(self, exchange: Callable[..., Any]) -> Any:
-        rows = exchange(self.rank.sent.recv_x, self.recv_counts, self.send_counts)
+        rows = exchange(bits(self.rank.sent.recv_x), self.recv_counts, self.send_counts).view(self.rank.rows.dtype)
         total, start = self.xp.zeros(self.rank.rows.shape, np.float32), 0
         for tokens in self.tokens:  # by ascending rank, as Buffer does
             total[tokens] += rows[start : start + len(tokens)].astype(np.float32)
             start += len(tokens)
-        return total.astype(self.rank.rows.dtype)
+        return bits(total.astype(self.rank.rows.dtype))
 
     def check(self, exchange: Callable[..., Any]) -> None:
         """Raises AssertionError unless both give what Buffer gave."""
@@ -49,7 +50,7 @@ class Plan:
             ("dispatch", self.dispatch(exchange), self.rank.sent.recv_x),
             ("combine", self.combine(exchange), self.rank.combined.combined_x),
         ):
-            if not bool((got == expected).all()):
+            if not bool((got == bits(expected)).all()):
                 raise AssertionError(f"rank {self.rank.rank}: baseline {verb} differs from Buffer's")
 
 

@@ -38,7 +38,7 @@ class Probe:
         self._kernels = {}
         for name in ("fan", "mix", "copy") if int(device.compute_capability) >= 90 else ("copy",):
             warps = COPY_WARPS if name == "copy" else constants["kWarps"]
-            prelude = abi.emit({**constants, "kWarps": warps}, (abi.CEILING_PARAMS,))
+            prelude = plan.prelude(1, {**constants, "kWarps": warps})
             smem = 0 if name == "copy" else smem_bytes(constants)
             module = jit.load(jit.build(jit.Request("ceilings", arch, prelude)))
             self._kernels[name] = Kernel(jit.function(module, name, smem), 32 * warps, smem)
@@ -93,12 +93,14 @@ LINES = {
 
 
 def run(num_sms: list[int], row_bytes: int, calls: int) -> Iterator[dict[str, Any]]:
-    """The results of one GPU, the current one: a line for each number of SMs and each of LINES."""
+    """The results of one GPU, the current one: a line for each number of SMs (at most all) and each of LINES."""
     free = cupy.cuda.runtime.memGetInfo()[0]
     size = min(MOST_BYTES, free // 4) // (8 * row_bytes) * (8 * row_bytes)
     src, dst = cupy.arange(size // 4, dtype=np.uint32).view(np.uint8), cupy.empty(size, np.uint8)
     stream = cupy.cuda.Stream(non_blocking=True)
     probe = Probe(row_bytes, stream)
+    most = cupy.cuda.runtime.deviceGetAttribute(cupy.cuda.runtime.cudaDevAttrMultiProcessorCount, cupy.cuda.Device().id)
+    num_sms = sorted({min(sms, most) for sms in num_sms})
     cupy.cuda.Device().synchronize()
     for name, (kernel, reads, writes) in LINES.items():
         if kernel not in probe._kernels:
@@ -106,7 +108,7 @@ def run(num_sms: list[int], row_bytes: int, calls: int) -> Iterator[dict[str, An
         parts = max(reads, writes)
         check(probe, kernel, reads, writes, src, dst)
         for sms in num_sms:
-            part = min(size, BYTES_PER_SM * sms) // parts
+            part = min(size, BYTES_PER_SM * sms) // parts // probe.chunk_bytes * probe.chunk_bytes
             launch = _launcher(probe, kernel, reads, writes, src, dst, part)
             timing = measure([partial(launch, sms)], [CudaClock(stream)], cupy.cuda.Device().synchronize, calls)[0]
             moved = part // probe.chunk_bytes * probe.chunk_bytes * _counted(name, reads, writes)
@@ -138,7 +140,7 @@ def _launcher(probe: Probe, kernel: str, reads: int, writes: int, src: Any, dst:
 
 def check(probe: Probe, kernel: str, reads: int, writes: int, src: Any, dst: Any) -> None:
     """That the kernel stores what it should, all of it and nothing else. Raises AssertionError."""
-    part = min(src.size // 8, 64 << 20)
+    part = min(src.size // 8, 64 << 20) // 128 * 128
     dst.fill(0)
     cupy.cuda.Device().synchronize()
     _launcher(probe, kernel, reads, writes, src, dst, part)(7)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from cupyep import model
 from cupyep.bench.cases import Case
 from cupyep.bench.ranks import Rank
 from cupyep.bench.report import progress
-from cupyep.bench.timing import Clock, CudaClock, HostClock, Timing, measure
+from cupyep.bench.timed import time_of
+from cupyep.bench.timing import Timing
 from cupyep.bench.world import World
 from cupyep.buffer import Buffer
 
@@ -67,6 +68,8 @@ def fitting(world: World, num_sms: list[int]) -> list[Any]:
     if world.backend == "numpy":
         return [None]
     most = world.machine().num_sms // world.ranks_per_device
+    if world.is_first and max(num_sms) > most:
+        print(f"ep: a rank can have {most} SMs here; more are left out", file=sys.stderr)
     return [sms for sms in num_sms if sms <= most] or [most]
 
 
@@ -109,6 +112,7 @@ def _result(world: World, case: Case, ranks: list[Any], sms: int | None, line: L
         "ranks_are": "processes" if world.is_mpi else "threads",
         "num_sms": sms,
         **asdict(case),
+        "in_graph": timing.in_graph,
         **times(timing),
     }
     if line.verb == "barrier":
@@ -144,47 +148,8 @@ def rates(logical: float, wire: float, timing: Timing) -> dict[str, float]:
         "wire_bytes": wire,
         "logical_gbps": logical / seconds,
         "wire_gbps": wire / seconds,
+        "us_per_mb": timing.mean * 1e12 / logical,
     }
-
-
-def time_of(world: World, ranks: list[Any], action: str, sms: int | None, scope: str, calls: int) -> Timing:
-    """Collective: the time of one `action` of every rank; of the slowest rank.
-
-    Kernels of threads are launched by one thread, so that no rank waits for Python in another; calls come from each
-    rank's own thread.
-    """
-    if scope == "kernel":
-        clocks: list[Clock] = [clock_on(rank) for rank in ranks]
-        actions = [partial(getattr(rank, action), sms) for rank in ranks]
-        timings = measure(actions, clocks, partial(align, world, ranks), calls)
-        for rank in ranks:
-            rank.launcher.check()
-        return Timing.slowest(world.gather(timings))
-
-    def calls_of(rank: Any) -> Timing:
-        return measure([partial(getattr(rank, action), sms)], [_current_clock(world)], world.align, calls)[0]
-
-    return Timing.slowest(world.gather(world.on(ranks, calls_of)))
-
-
-def align(world: World, ranks: list[Any]) -> None:
-    """The ranks' streams start together: behind a barrier on the GPU."""
-    world.align()
-    for rank in ranks:
-        rank.barrier(1)
-
-
-def clock_on(rank: Any) -> CudaClock:
-    with rank.device:
-        return CudaClock(rank.stream)
-
-
-def _current_clock(world: World) -> Clock:
-    if world.backend == "numpy":
-        return HostClock()
-    import cupy
-
-    return CudaClock(cupy.cuda.get_current_stream())
 
 
 def mean(world: World, values: list[int]) -> float:

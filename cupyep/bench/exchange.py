@@ -35,7 +35,7 @@ def exchanges(world: World) -> Iterator[tuple[str, Exchange | None, str]]:
 
 def _mpi(comm: Any, xp: Any, rows: Any, sent: list[int], received: list[int]) -> Any:
     out = xp.empty((sum(received), *rows.shape[1:]), rows.dtype)
-    pitch = rows.nbytes // max(1, len(rows))
+    pitch = rows.shape[1] * rows.itemsize
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()  # MPI reads the memory at once
     messages = [
@@ -77,7 +77,7 @@ class Nccl:
 
         with self._device:
             out, stream = cupy.empty((sum(received), *rows.shape[1:]), rows.dtype), cupy.cuda.get_current_stream().ptr
-            pitch = rows.nbytes // max(1, len(rows))
+            pitch = rows.shape[1] * rows.itemsize
             source, target = rows.data.ptr, out.data.ptr
             self._nccl.groupStart()
             for peer in range(self._size):

@@ -97,8 +97,8 @@ class CudaRank(Rank):
     def poison(self) -> None:
         """Makes every row and sum wrong, so that `verify` shows whether the kernels that follow make them right."""
         with self.device:
-            for array in (self.sent.recv_x, *self.combined[:2]):
-                array.fill(np.nan)
+            for array in (self.sent.recv_x, self.sent.recv_topk_weights, *self.combined[:2]):
+                array.view(np.uint8).fill(0xFF)  # NaN
             cupy.cuda.get_current_stream().synchronize()
 
     def check(self) -> None:

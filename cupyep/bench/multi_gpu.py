@@ -21,10 +21,10 @@ from cupyep import doctor
 from cupyep.bench.cases import MODES
 from cupyep.doctor.checks import mpiexec
 
+SMALL_BATCH = 128  # tokens
 SMS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
-TOKENS = (128, 4096, 16384)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-_DISPATCH = "multirank/test_dispatch_combine.py"
+_DISPATCH = "tests/multirank/test_dispatch_combine.py"
 
 
 @dataclass(frozen=True)
@@ -37,49 +37,57 @@ class Step:
     alone: bool = False  # one process on one GPU instead of all ranks
 
 
-def steps(quick: bool) -> list[Step]:
-    """The measurements; `quick` keeps every kind and drops most of the points."""
+def steps(tokens: list[int], hidden: int, *, quick: bool) -> list[Step]:
+    """The measurements; `quick` keeps every kind and drops most of the SMs."""
     sms = tuple(map(str, SMS[3:5] if quick else SMS))
-    tokens = tuple(map(str, TOKENS[:2] if quick else TOKENS))
+    case = ("--tokens", *map(str, tokens), "--hidden", str(hidden))
     modes = ("--mode", *(mode for mode in ("bf16", "fp8") if mode in MODES))
+    row_bytes = ("--row-bytes", str(MODES["bf16"].row_bytes(hidden)))
     return [
-        Step("ceilings of one GPU", ("ceilings", "--sms", "1", "8", "32"), 60, alone=True),
-        Step("ceilings between GPUs", ("ceilings", "--peer", "--sms", *sms), 90),
-        Step("barrier and small batches", ("barrier", "--tokens", "1", "8", "64", "128"), 60),
-        Step("dispatch and combine", ("ep", *modes, "--sms", *sms, "--tokens", *tokens), 180),
-        Step("what one would do instead", ("baseline", "--tokens", *tokens), 90),
+        Step("ceilings of one GPU", ("ceilings", "--sms", "1", "8", "32", "132", *row_bytes), 60, alone=True),
+        Step("ceilings between GPUs", ("ceilings", "--peer", "--sms", *sms, *row_bytes), 90),
+        Step("barrier and small batches", ("barrier", "--hidden", str(hidden)), 60),
+        Step("dispatch and combine", ("ep", *modes, "--sms", *sms, *case), 180),
+        Step("what one would do instead", ("baseline", *case), 90),
     ]
 
 
 def run(
-    num_ranks: int | None, *, threads: bool, tests: str, quick: bool, backend: str, limit_s: float
+    num_ranks: int | None, *, threads: bool, tests: str, steps: list[Step], backend: str, limit_s: float
 ) -> list[dict[str, Any]]:
-    """All steps within `limit_s` seconds; the results of those that succeeded, and a note for each of the others."""
+    """Doctor, tests ("none", "quick" or "full") and `steps`, within `limit_s` seconds.
+
+    Args: num_ranks: None: as many as GPUs; threads: ranks are threads of one process instead of an MPI job.
+    Returns: the results of all steps, and a note for each that did not succeed.
+    Raises: ValueError if the machine is not ready, or has no mpiexec.
+    """
     deadline, results = time.monotonic() + limit_s, []
     _say("doctor")
     facts = doctor.examine()
     _say(facts["verdict"])
-    if not facts["ready"] or (backend == "cuda" and facts["verdict"] != "ready (cuda)"):
+    is_cuda = facts["verdict"] == "ready (cuda)" and backend != "numpy"
+    if not facts["ready"] or (backend == "cuda" and not is_cuda):
         raise ValueError(f"multi-gpu: expected a machine that is ready, got: {facts['verdict']}")
     results.append(_note("doctor", facts["verdict"]))
     num_ranks = num_ranks or len(facts["cuda"].get("devices", ())) or 2
     if tests != "none":
-        results.append(_note("tests", _run_tests(tests, num_ranks, facts, deadline)))
+        why = _run_tests(tests, num_ranks, "cuda" if is_cuda else "numpy", deadline)
+        results.append(_note(f"tests, {tests}", why or "passed", failed=bool(why)))
         _say(f"tests: {results[-1]['note']}")
     with tempfile.TemporaryDirectory(prefix="cupyep-bench-") as folder:
-        for number, step in enumerate(steps(quick)):
+        for number, step in enumerate(steps):
             left_s = min(step.limit_s, deadline - time.monotonic())
             _say(f"{step.name} (at most {left_s:.0f} s)")
-            if backend == "numpy" and step.arguments[0] == "ceilings":
+            if not is_cuda and step.arguments[0] == "ceilings":
                 results.append(_note(step.name, "not run: needs a GPU"))
                 continue
             path = Path(folder, f"{number}.json")
             command = _command(step, num_ranks, threads, backend, left_s, path)
             why = bounded_run(command, left_s)
-            if path.exists():
+            if path.exists():  # also of a step that ran out of time: what it had by then
                 results += json.loads(path.read_text())["results"]
-            elif why:
-                results.append(_note(step.name, why))
+            if why:
+                results.append(_note(step.name, why, failed=True))
                 _say(f"{step.name}: {why}")
     return results + summary(results)
 
@@ -120,15 +128,14 @@ def bounded_run(command: list[str], limit_s: float, cwd: Path | None = None) -> 
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _run_tests(which: str, num_ranks: int, facts: dict[str, Any], deadline: float) -> str:
-    """pytest on ranks that are processes, so that each has a GPU of its own; its verdict in words."""
+def _run_tests(which: str, num_ranks: int, backend: str, deadline: float) -> str:
+    """pytest on ranks that are processes, so that each has a GPU of its own; "" or what went wrong."""
     if not TESTS.is_dir():
         return "not run: an installed package has no tests; use a checkout"
     quick = [f"{_DISPATCH}::test_processes[2-True]"]
     quick += [f"{_DISPATCH}::test_processes[4-False]"] * (num_ranks >= 4)
     quick += [f"{_DISPATCH}::test_eight_processes"] * (num_ranks >= 8)
-    chosen = quick if which == "quick" else ["multirank", "misuse", "-k", "mpi or process"]
-    backend = "cuda" if facts["verdict"] == "ready (cuda)" else "numpy"
+    chosen = quick if which == "quick" else ["tests/multirank", "tests/misuse", "-k", "mpi or process"]
     left_s = min(100 if which == "quick" else 400, deadline - time.monotonic())
     command = [
         sys.executable,
@@ -140,12 +147,11 @@ def _run_tests(which: str, num_ranks: int, facts: dict[str, Any], deadline: floa
         "--timeout=90",
         *chosen,
     ]
-    why = bounded_run(command, left_s, cwd=TESTS)
-    return f"{which}: {why or 'passed'}"
+    return bounded_run(command, left_s, cwd=TESTS.parent)
 
 
 def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The peak of dispatch and combine and the SMs that reach 95% of it; push against pull, by their ceilings."""
+    """What the tables come to: peaks, the SMs that reach 95% of them, latency, push against pull by ceilings."""
     lines = []
     kernels = [r for r in results if r["benchmark"] == "ep" and r["scope"] == "kernel" and "logical_gbps" in r]
     for verb, mode in dict.fromkeys((r["verb"], r["mode"]) for r in kernels):
@@ -153,6 +159,10 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         peak = max(r["logical_gbps"] for r in mine)
         enough = min(r["num_sms"] for r in mine if r["logical_gbps"] >= 0.95 * peak)
         lines.append(_note(f"{verb}, {mode}", f"peak {peak:.0f} GB/s logical, 95% of it with {enough} SMs"))
+    for result in results:
+        if result["benchmark"] == "barrier" and result.get("num_tokens", SMALL_BATCH) == SMALL_BATCH:
+            text = f"{result['time_us']:.1f} us, p99 {result['p99_us']:.1f} us, {SMALL_BATCH} tokens"
+            lines.append(_note(result["name"], text if "num_tokens" in result else text.rpartition(",")[0]))
     rates = {(r["name"], r["num_sms"]): r["gbps"] for r in results if r["benchmark"] == "peers"}
     for sms in sorted(sms for name, sms in rates if name == "store to all peers, all"):
         push, pull = rates["store to all peers, all", sms], rates["load from all peers, all", sms]
@@ -162,8 +172,8 @@ def summary(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def _note(name: str, text: str) -> dict[str, Any]:
-    return {"benchmark": "multi-gpu", "name": name, "note": text}
+def _note(name: str, text: str, *, failed: bool = False) -> dict[str, Any]:
+    return {"benchmark": "multi-gpu", "name": name, "note": text, "failed": failed}
 
 
 def _say(text: str) -> None:

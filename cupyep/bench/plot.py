@@ -12,7 +12,7 @@ PANELS = {
     "bandwidth": ("num_sms", "logical_gbps", {"ceiling_gbps": ":"}),
     "row size": ("hidden", "logical_gbps", {"ceiling_gbps": ":"}),
     "latency": ("num_tokens", "time_us", {"predicted_us": "--"}),
-    "cost of ranks": ("num_ranks", "time_us", {"predicted_us": "--"}),
+    "cost of ranks": ("num_ranks", "us_per_mb", {}),
     "hardware": ("num_sms", "gbps", {}),
 }
 LABELS = {
@@ -23,6 +23,7 @@ LABELS = {
     "logical_gbps": "GB/s per rank, logical",
     "gbps": "GB/s",
     "time_us": "µs",
+    "us_per_mb": "µs per MB, logical",
 }
 _AXES = ("num_sms", "hidden", "num_tokens", "num_ranks")
 _STYLES = {"ceiling_gbps": "ceiling", "predicted_us": "predicted"}

@@ -41,7 +41,7 @@ class Rank:
             ("combine(dispatch(x))", self.combined.combined_x, expected),
             ("combined_topk_weights", self.combined.combined_topk_weights, self.topk_weights),
         ):
-            if wrong := int((got != wanted).sum()):
+            if wrong := int((bits(got) != bits(wanted)).sum()):
                 raise AssertionError(f"rank {self.rank}: {name}: {wrong} of {wanted.size} elements are wrong")
 
     def _dispatch(self, **options: Any) -> Any:
@@ -65,7 +65,15 @@ class Rank:
         self.buffer.barrier()
 
     def close(self) -> None:
-        self.buffer.close()
+        """Collective. Lets go of all arrays first: the arena is freed with the last of them."""
+        buffer = self.buffer
+        vars(self).clear()
+        buffer.close()
+
+
+def bits(array: Any) -> Any:
+    """The elements as unsigned integers of their size: rows are opaque when they are moved or compared."""
+    return array.view(f"u{array.dtype.itemsize}")
 
 
 def _namespace(backend: str) -> Any:

@@ -65,14 +65,54 @@ def git_revision() -> str | None:
 def write_json(path: Path, known: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
     """{"schema", "command", "facts", "results"}; every result is a flat object with its units in the names."""
     whole = {"schema": SCHEMA, "command": sys.argv[1:], "facts": known, "results": list(results)}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(whole, indent=1) + "\n")
+    part.replace(path)  # a reader finds all of it, or what was there before
+
+
+def check_files(json_path: Path | None, plot_path: Path | None) -> None:
+    """Before anything is measured: raises ValueError if the results could not be written."""
+    for name, path in (("json", json_path), ("plot", plot_path)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{name}: expected a file in an existing folder, got {path}")
+    if plot_path is not None:
+        if plot_path.suffix not in (".png", ".svg", ".pdf"):
+            raise ValueError(f"--plot: expected a name that ends in .png, .svg or .pdf, got {plot_path}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot: expected matplotlib, which the extra bench of cupyep brings")
+
+
+def collect(results: Iterable[dict[str, Any]], path: Path | None) -> list[dict[str, Any]]:
+    """All `results`. What is there is written to `path` every other second: the time may run out."""
+    collected, written = [], time.monotonic()
+    for result in results:
+        collected.append(result)
+        if path is not None and time.monotonic() > written + 2:
+            write_json(path, {}, collected)
+            written = time.monotonic()
+    return collected
+
+
+def publish(results: Sequence[dict[str, Any]], json_path: Path | None, plot_path: Path | None) -> int:
+    """Prints, writes and draws; the exit status, 1 if a step failed."""
+    known = facts()
+    print(" · ".join(f"{name} {value}" for name, value in known.items() if value))
+    for part in parts(results):
+        print(f"\n{table(part)}")
+    if json_path is not None:
+        write_json(json_path, known, results)
+    if plot_path is not None:
+        from cupyep.bench import plot
+
+        gpus = sorted(set(known["gpus"])) or ["no GPU"]
+        plot.draw(plot_path, results, f"cupyep {known['git'] or known['cupyep']}, {', '.join(gpus)}")
+    return int(any(result.get("failed") for result in results))
 
 
 # field of a result -> (heading, format). A table has the columns of which a line has a value.
 COLUMNS = {
     "benchmark": ("", "s"),
     "name": ("what", "s"),
-    "verb": ("what", "s"),
     "scope": ("time of", "s"),
     "mode": ("mode", "s"),
     "num_ranks": ("ranks", "d"),
@@ -100,7 +140,8 @@ def parts(results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as text, a line each, with the columns that any of them has."""
+    """The results as text, a line each, with the columns that any of them has; what has no name has a verb."""
+    results = [{"name": result.get("verb"), **result} for result in results]
     names = [name for name in COLUMNS if any(result.get(name) is not None for result in results)]
     lines = [[COLUMNS[name][0] for name in names]]
     for result in results:

@@ -15,12 +15,16 @@ REPETITIONS = 5  # of a series of back-to-back calls; the median counts
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call. mean: of back-to-back calls; the others: of single calls, marks between them included."""
+    """Seconds of one call. mean: of back-to-back calls; the others: of single calls, marks between them included.
+
+    in_graph: a call was one of many equal kernels in a CUDA graph, and the percentiles are of such graphs.
+    """
 
     mean: float
     minimum: float
     p50: float
     p99: float
+    in_graph: bool = False
 
     @classmethod
     def of(cls, means: Sequence[float], calls: Sequence[float]) -> Timing:
@@ -34,9 +38,9 @@ class Timing:
         names = ("mean", "minimum", "p50", "p99")
         return cls(*(max(getattr(timing, name) for timing in timings) for name in names))
 
-    def over(self, count: int) -> Timing:
+    def over(self, count: int, *, in_graph: bool = False) -> Timing:
         """Of one of `count` equal parts of a call."""
-        return Timing(self.mean / count, self.minimum / count, self.p50 / count, self.p99 / count)
+        return Timing(self.mean / count, self.minimum / count, self.p50 / count, self.p99 / count, in_graph)
 
 
 class Clock(Protocol):

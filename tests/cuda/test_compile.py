@@ -155,7 +155,9 @@ def test_pull_plans(row, num_ranks, target):
     if c["kMover"] == plan.MOVERS["tma"]:
         assert chosen.num_threads == 32 * (c["kGroups"] * (c["kConsumerWarps"] + 1) + 1)
         assert 16 * 32 * c["kConsumerWarps"] * c["kVecsPerThread"] >= c["kChunkBytes"]  # a thread for every vector
-        assert c["kSlots"] >= 2 and chosen.smem_bytes >= c["kGroups"] * c["kSlots"] * (c["kRowsPerSlot"] * c["kSlotBytes"] + 20)
+        assert c["kSlots"] >= 2 and chosen.smem_bytes >= c["kGroups"] * c["kSlots"] * (
+            c["kRowsPerSlot"] * c["kSlotBytes"] + 20
+        )
     tables = num_ranks * 16
     assert chosen.smem_bytes + tables + plan._STATIC_BYTES <= target.smem_limit
 

@@ -172,7 +172,7 @@ GPU_FACTS: dict[str, Any] = {
     },
     "ipc": {"self_test": "2 device(s), two processes: ok"},
     "backend": {"cuda_usable": True},
-    "kernels": {"mover_setting": "auto", "movers": ["tma"] * 2, "num_sms": [16, 16], "num_sms_rule": "min(16, SMs)"},
+    "kernels": {"mover_setting": "auto", "movers": ["tma"] * 2, "num_sms": [16, 16], "num_sms_rule": "min(model, SMs)"},
 }
 
 
@@ -213,4 +213,4 @@ def test_text_of_a_gpu_machine_shows_peer_access_and_what_kernels_would_use():
         "cuda device 1  9.0, 132 SMs; peer access to 0, 1, ...: no yes",
     ]
     assert "mover          tma, tma (by device; CUPYEP_MOVER: auto)" in lines
-    assert "SMs per rank   min(16, SMs) = [16, 16] for one rank per device" in lines
+    assert "SMs per rank   min(model, SMs) = [16, 16] for one rank per device" in lines

@@ -17,6 +17,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
+from cupyep import model
 from cupyep.abi import AbortKind, Operation, Verdict
 from cupyep.backends.base import Capacity, Form, Shape, Tokens
 from cupyep.backends.cuda import devices
@@ -45,6 +46,7 @@ class CudaBackend(Session):
         super().__init__(comm, config)
         self._claim = devices.choose(comm, device, num_sms, config.timeout_s)
         self._device = self._claim.device
+        self._machine, self._wanted_sms = devices.machine(self._device), dict[tuple[Operation, int, int], int]()
         self._handle_id = 1  # of the next dispatch; equal on all ranks
         try:
             with cupy.cuda.Device(self._device):
@@ -83,9 +85,8 @@ class CudaBackend(Session):
     # dispatch
 
     def dispatch(self, tokens: Tokens, num_experts: int, form: Form, num_sms: int | None) -> tuple:
-        sms, handle_id, size = num_sms or self._claim.num_sms, self._handle_id, self._comm.size
-        shape, num_tokens = tokens.shape, len(tokens.x)
-        rows = shape.rows
+        handle_id, size, shape, num_tokens = self._handle_id, self._comm.size, tokens.shape, len(tokens.x)
+        rows, sms = shape.rows, num_sms or self._default_sms(shape, shape.rows.num_topk)
         with self._operation() as current:
             tokens = tokens.map(plain)
             order, words = cupy.empty((num_tokens, size), np.int32), cupy.empty(2 + size, np.int32)
@@ -136,7 +137,8 @@ class CudaBackend(Session):
         return came, handle, event, counted.bad_id
 
     def cached_dispatch(self, tokens: Tokens, handle: CudaHandle, form: Form, num_sms: int | None) -> tuple:
-        sms, shape, num_recv = num_sms or self._claim.num_sms, tokens.shape, handle.num_recv_tokens
+        shape, num_recv = tokens.shape, handle.num_recv_tokens
+        sms = num_sms or self._default_sms(shape, handle.num_topk)
         with self._operation() as current:
             self._agree(shape, handle, current)
             tokens, blocks = tokens.map(plain), self._blocks.try_allocate(shape.rows.parts(num_recv), current)
@@ -149,9 +151,10 @@ class CudaBackend(Session):
     # combine
 
     def combine(self, x: Any, handle: CudaHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
-        sms, with_weights = num_sms or self._claim.num_sms, topk_weights is not None
+        with_weights = topk_weights is not None
         rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk, 0, with_weights)
         shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
+        sms = num_sms or self._default_sms(shape, handle.num_topk)
         with self._operation() as current:
             self._agree(shape, handle, current)
             where, staged = self._blocks.visible({"rows": x, "weights": topk_weights}, current)
@@ -210,6 +213,20 @@ class CudaBackend(Session):
             self._host_wait(self._comm_stream.record())
             self._launcher.check()
             self.prepare(shape)
+
+    def _default_sms(self, shape: Shape, num_topk: int) -> int:
+        """The model's SMs for rows of this kind, within the budget."""
+        key = shape.operation, shape.rows.row_bytes, num_topk
+        if key not in self._wanted_sms:
+            self._wanted_sms[key] = model.num_sms(
+                shape.rows.row_bytes,
+                self._comm.size,
+                verb=shape.operation.verb,
+                num_topk=num_topk,
+                ranks_per_device=self._claim.ranks_per_device,
+                machine=self._machine,
+            )
+        return min(self._wanted_sms[key], self._claim.num_sms)
 
     @property
     def max_num_sms(self) -> int:

@@ -9,14 +9,13 @@ from typing import Any
 
 from cupy.cuda import runtime
 
-from cupyep import env
+from cupyep import env, model
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
 from cupyep.comm.host import check_same_host
 from cupyep.errors import StateError, TopologyError
-from cupyep.model import Machine
 
-DEFAULT_NUM_SMS = 16  # 8 fill one direction of a link; more help where a GPU's own memory is the limit
+SHORT_ROW_BYTES = 2048  # a budget is enough for rows as short as this; longer rows need fewer SMs
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +24,7 @@ class Claim:
 
     device: int
     num_sms: int
+    ranks_per_device: int  # of all processes
     threads: frozenset[int]  # their identifiers
 
 
@@ -55,8 +55,8 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
             RuntimeWarning,
             stacklevel=5,
         )
-    budget = default_budget(available) if num_sms is None else num_sms
-    claim = Claim(ordinal, budget, frozenset(everyone[rank][2] for rank in sharing))
+    budget = default_budget(available, machine(ordinal), comm.size, len(sharing)) if num_sms is None else num_sms
+    claim = Claim(ordinal, budget, len(sharing), frozenset(everyone[rank][2] for rank in sharing))
 
     def take() -> None:
         if budget > available:
@@ -86,9 +86,16 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     return claim
 
 
-def default_budget(available: int) -> int:
-    """The SMs that a Buffer takes of those `available` to its rank: room stays for a second Buffer."""
-    return min(DEFAULT_NUM_SMS, max(1, available // 2))
+def default_budget(available: int, machine: model.Machine, num_ranks: int, ranks_per_device: int) -> int:
+    """The SMs that a Buffer takes of those `available` to its rank.
+
+    What the model wants for short rows, but at most half, so that room stays for a second Buffer.
+    """
+    wanted = max(
+        model.num_sms(SHORT_ROW_BYTES, num_ranks, verb=verb, ranks_per_device=ranks_per_device, machine=machine)
+        for verb in ("dispatch", "combine")
+    )
+    return min(wanted, max(1, available // 2))
 
 
 def release(claim: Claim) -> None:
@@ -98,16 +105,20 @@ def release(claim: Claim) -> None:
             _claims.remove(claim)
 
 
-def machine(device: int) -> Machine:
+def machine(device: int) -> model.Machine:
     """`device` for the model."""
-
-    def attribute(name: str) -> int:
-        return runtime.deviceGetAttribute(getattr(runtime, f"cudaDevAttr{name}"), device)
-
     properties = runtime.getDeviceProperties(device)
+    clock_khz, memory_khz, bus_bits = (
+        runtime.deviceGetAttribute(attribute, device)
+        for attribute in (
+            runtime.cudaDevAttrClockRate,
+            runtime.cudaDevAttrMemoryClockRate,
+            runtime.cudaDevAttrGlobalMemoryBusWidth,
+        )
+    )
+    memory_gbps = 2 * memory_khz * bus_bits / 8e6  # two transfers per clock
     capability = properties["major"] * 10 + properties["minor"]
-    memory_gbps = 2 * attribute("MemoryClockRate") * attribute("GlobalMemoryBusWidth") / 8e6  # kHz, double rate; bits
-    return Machine.of(capability, attribute("MultiProcessorCount"), attribute("ClockRate") / 1e6, memory_gbps)
+    return model.Machine.of(capability, properties["multiProcessorCount"], clock_khz / 1e6, memory_gbps)
 
 
 def load(device: int, num_ranks: int) -> Kernels:

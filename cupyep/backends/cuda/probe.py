@@ -117,15 +117,15 @@ def devices() -> dict[str, Any]:
 
 
 def choices() -> dict[str, Any]:
-    """How kernels would move rows of a multiple of 16 bytes on each device, and the SMs that a lone rank would use."""
+    """How kernels would move rows of a multiple of 16 bytes on each device, and the SMs of one rank on each."""
     from cupyep.backends.cuda import plan
-    from cupyep.backends.cuda.devices import DEFAULT_NUM_SMS, default_budget
+    from cupyep.backends.cuda.devices import default_budget, machine
 
     found, requested = devices()["devices"], env.mover()
     return {
         "movers": [plan.mover_of(16, requested, int(gpu["compute_capability"].replace(".", ""))) for gpu in found],
-        "num_sms": [default_budget(gpu["num_sms"]) for gpu in found],
-        "num_sms_rule": f"min({DEFAULT_NUM_SMS}, SMs / ranks on the device / 2)",
+        "num_sms": [default_budget(gpu["num_sms"], machine(i), max(2, len(found)), 1) for i, gpu in enumerate(found)],
+        "num_sms_rule": "min(model, SMs / ranks on the device / 2)",
     }
 
 

@@ -1,0 +1,118 @@
+"""The benchmarks as commands: their errors, the whole path on the NumPy backend, and multi-gpu's steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import pytest
+from test_bench import RESULTS, SMALL, bench
+
+from cupyep.bench import __main__, multi_gpu
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((), "required: COMMAND"),
+        (("ep", "--sms", "0"), "argument --sms: expected a positive integer, got '0'"),
+        (("ep", "--mode", "int4"), "argument --mode: invalid choice: 'int4'"),
+        (("ep", "--topk", "40"), "cupyep.bench: num_topk: expected 1..32 (experts: 256), got 40"),
+        (("ep", "--plot", "x.txt"), "cupyep.bench: --plot: expected "),
+        (("ep", "--json", "/nonexistent/x.json"), "cupyep.bench: --json: expected a file in an existing folder"),
+    ],
+)
+def test_command_line_errors(arguments, expected):
+    assert expected in " ".join(bench(*arguments, status=2).stderr.split())
+
+
+@pytest.mark.skipif(any(os.path.exists(f"/dev/nvidia{i}") for i in range(16)), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["ceilings", "ep"])
+def test_cuda_without_a_gpu(command):
+    arguments = ["--backend", "cuda"] if command == "ep" else []
+    assert "GPU" in bench(command, *arguments, status=2).stderr
+
+
+def test_time_limit_ends_the_process():
+    done = bench("sweep", "--ranks", "2", "--backend", "numpy", "--time-limit", "3", status=1, timeout=60)
+    assert "Timeout" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_results"),
+    [
+        (("barrier", "--ranks", "2", "--tokens", "1"), 4),
+        (("sweep", "--ranks", "2", "--tokens", "4", "--axes", "ranks"), 8),
+        (("baseline", "--ranks", "2", "--tokens", "4"), 1),
+    ],
+)
+def test_the_other_commands_on_numpy(arguments, num_results, tmp_path):
+    path = tmp_path / "x.json"
+    bench(*arguments, *SMALL, "--json", str(path))
+    assert len(json.loads(path.read_text())["results"]) == num_results
+
+
+def test_baseline_among_processes(tmp_path):
+    """MPI.Alltoallv gives what Buffer gives, and is timed."""
+    pytest.importorskip("mpi4py")
+    path, launcher = tmp_path / "x.json", multi_gpu.mpi_launcher(2)
+    program = ["-m", "mpi4py", "-m", "cupyep.bench", "baseline", "--tokens", "8", *SMALL, "--json", str(path)]
+    assert multi_gpu.bounded_run([*launcher, sys.executable, *program], 100) == ""
+    results = json.loads(path.read_text())["results"]
+    assert [result["name"] for result in results] == ["dispatch, MPI.Alltoallv", "combine, MPI.Alltoallv"]
+
+
+# --- multi-gpu -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [(), ("--threads",)])
+def test_multi_gpu_dry_run(threads, tmp_path):
+    """Doctor, then every step as a job of its own; what needs a GPU says so."""
+    if not threads:
+        pytest.importorskip("mpi4py")
+    path = tmp_path / "x.json"
+    options = ("--ranks", "2", "--tests", "none", "--quick", "--tokens", "8", *threads, "--json", str(path), *SMALL)
+    bench("multi-gpu", *options, timeout=200)
+    results = json.loads(path.read_text())["results"]
+    notes = {result["name"]: result["note"] for result in results if "note" in result}
+    assert notes["ceilings of one GPU"] == "not run: needs a GPU" and notes["doctor"].startswith("ready")
+    assert not [note for note in notes.values() if "failed" in note or "no end" in note]
+    assert {result["benchmark"] for result in results} == {"multi-gpu", "ep", "baseline"}
+
+
+def test_bounded_run_ends_what_it_started(tmp_path):
+    child = f"import time; time.sleep(9); open({str(tmp_path / 'late')!r}, 'w')"
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert multi_gpu.bounded_run([sys.executable, "-c", script], 5) == "no end within 5 s"
+    time.sleep(6)
+    assert not (tmp_path / "late").exists()
+    assert multi_gpu.bounded_run([sys.executable, "-c", "raise SystemExit(3)"], 20) == "failed with status 3"
+    assert multi_gpu.bounded_run(["true"], 1) == "not run: no time left"
+
+
+def test_summary():
+    kernels = [{"benchmark": "ep", **result} for result in RESULTS if result["num_ranks"] == 2]
+    peers = [
+        {"benchmark": "peers", "name": f"{name}, all", "num_sms": 8, "gbps": rate}
+        for name, rate in (("store to all peers", 380.0), ("load from all peers", 370.0))
+    ]
+    times = {"benchmark": "barrier", "time_us": 2.34, "p99_us": 5.0}
+    barriers = [{**times, "name": "bare"}, *({**times, "name": "graph", "num_tokens": n} for n in (8, 128))]
+    notes = [line["note"] for line in multi_gpu.summary(kernels + barriers + peers)]
+    assert notes[2:4] == ["2.3 us, p99 5.0 us", "2.3 us, p99 5.0 us, 128 tokens"]
+    assert notes[:2] == ["peak 400 GB/s logical, 95% of it with 8 SMs"] * 2
+    assert notes[4:] == ["combine by push at most 380 GB/s on the wire, by pull at most 370 (8 SMs)"]
+
+
+def test_steps_of_multi_gpu_are_valid_commands():
+    """Every step's arguments pass the parser: a child must not fail for them on a machine that was waited for."""
+    parsed = []
+    for step in multi_gpu.steps([128, 4096], 7168, quick=False):
+        arguments = __main__.parser().parse_args([*step.arguments, "--backend", "auto", "--json", "x", "--ranks", "2"])
+        parsed.append(arguments.run.__name__)
+    assert parsed == ["_ceilings", "_ceilings", "_barrier", "_ep", "_baseline"]
+    assert sum(step.limit_s for step in multi_gpu.steps([128], 64, quick=True)) <= 480
