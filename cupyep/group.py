@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -42,7 +43,8 @@ class Group:
         group = connect(comm, timeout_s)
         self.rank, self.size = group.rank, group.size
         self._comm, self._timeout_s = group, timeout_s
-        self._left: CupyepError | None = None  # the last error that all ranks raised alike: they are in step after it
+        # The last error that all ranks raised alike: they are in step after it. Weak, for its traceback holds arrays.
+        self._left: Callable[[], CupyepError | None] = lambda: None
         checks.integer("comm.size", group.size, 1, abi.MAX_RANKS)
         agreed = {name: value for name, value in vars(config).items() if name != "timeout_s"}
         try:
@@ -177,7 +179,7 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend = self._backend
-        if error is not None and backend is not None and error is not self._left:
+        if error is not None and backend is not None and error is not self._left():
             # This rank's program failed: the peers must not wait for it until their deadline.
             self._abandon(backend, error, tell=True)
         self.close()
@@ -206,7 +208,7 @@ class Group:
         try:
             yield
         except (MismatchError, ArenaExhaustedError, StateError) as error:
-            self._left = error
+            self._left = weakref.ref(error)
             raise
         except BaseException as error:  # also out of memory, Ctrl-C: the operation is half done
             self._abandon(backend, error, tell=not isinstance(error, PeerError))  # a peer's failure has been told

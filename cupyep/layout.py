@@ -194,12 +194,15 @@ class RowLayout:
 
     def fitting(self, num_bytes: int) -> int:
         """The most rows whose parts, one block each, fit into a gap of `num_bytes`."""
-        parts = self.parts(1)
-        return max(0, num_bytes - len(parts) * ALIGNMENT) // sum(parts.values())
+        sizes = self.parts(1).values()
+        capacity = num_bytes // sum(sizes)
+        while capacity > 0 and sum(align(capacity * size) for size in sizes) > num_bytes:
+            capacity -= 1  # a few times: rounding up takes less than 128 bytes of each part
+        return capacity
 
     def offsets(self, capacity: int) -> dict[str, int]:
         """Byte offsets of rows, idx, weights and scales from the block's start, and its size as `num_bytes`."""
         parts, offsets, end = self.parts(capacity), {}, 0
         for name in ("rows", "idx", "weights", "scales"):
-            offsets[name], end = end, align(end + parts.get(name, 0))
-        return {**offsets, "num_bytes": max(end, ALIGNMENT)}
+            offsets[name], end = end, align(end + max(parts[name], 1)) if name in parts else end
+        return {**offsets, "num_bytes": end}

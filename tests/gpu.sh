@@ -7,9 +7,9 @@
 #
 # Two lanes run side by side. One has ranks that are threads, with CUDA_DEVICE_MAX_CONNECTIONS=32: streams that share a
 # connection wait for each other. The other has ranks that are processes, under an MPS daemon of this script's own where
-# they share a GPU, and without that variable, which under MPS exhausts the GPU's channels. What kills a process comes
-# last, when MPS has ended. The tests choose their own lane by name: those with "mpi" or "process" in it start processes
-# that wait for each other.
+# they share a GPU, and without that variable, which under MPS exhausts the GPU's channels. What looks at free memory
+# follows alone (marked so), and what kills a process when MPS has ended (no_mps). The tests choose their lane by name:
+# those with "mpi" or "process" in it start processes that wait for each other.
 #
 # PYTHON names the interpreter (default: the checkout's .venv, else python3). The last line has the counts; the exit
 # status is 0 if all was run and nothing failed.
@@ -133,15 +133,17 @@ case $mode in
     {
       export CUDA_DEVICE_MAX_CONNECTIONS=32
       run 500 tests/multirank tests/misuse -k "$threads"
-      run 500 "${cuda[@]}" -k "$threads"
+      run 500 "${cuda[@]}" -k "$threads" -m "not alone"
     } > "$work/threads.log" 2>&1 &
     start_mps
     run 400 tests/multirank tests/misuse -k "$processes"
-    run 400 "${cuda[@]}" -k "$processes" -m "not no_mps"
-    stop_mps
+    run 400 "${cuda[@]}" -k "$processes" -m "not (no_mps or alone)"
     wait
     cat "$work/threads.log"
-    run 60 tests/cuda/test_failures.py -m no_mps
+    run 100 "${cuda[@]}" -k "$processes" -m alone
+    stop_mps
+    run 60 "${cuda[@]}" -m no_mps
+    CUDA_DEVICE_MAX_CONNECTIONS=32 run 100 "${cuda[@]}" -k "$threads" -m alone
     ;;
   --quick)
     deadline=115

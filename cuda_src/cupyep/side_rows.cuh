@@ -20,7 +20,7 @@ struct Destinations {
   u32 capacity[cfg::kNumRanks];  // rows that the block holds
 };
 
-constexpr u32 kSideBatch = 4;  // tokens that a lane has under way
+constexpr u32 kSideBatch = 16;  // tokens that a lane has under way: the latency of a turn, not its work, takes the time
 
 // All of our CTA's tokens, `per_turn` side by side: this lane takes number `mine` of each turn (per_turn: none). Calls
 // load(j, token) for kSideBatch tokens, then store(j, rank, row) for every rank that gets one of them.
@@ -35,7 +35,7 @@ __device__ __forceinline__ void for_each_side_row(const PushParams& p, const Des
     for (u32 j = 0; j < kSideBatch; ++j) {
       if (turn + j * per_turn + mine < p.num_tokens) load(j, turn + j * per_turn + mine);
     }
-#pragma unroll 4
+#pragma unroll 2
     for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
 #pragma unroll
       for (u32 j = 0; j < kSideBatch; ++j) {

@@ -12,7 +12,7 @@
 using namespace cupyep;
 
 __device__ __forceinline__ void pull_weights(const PullParams& p, const Sources& from) {
-  constexpr u32 kBatch = 4;  // tokens that a lane has under way
+  constexpr u32 kBatch = 16;  // tokens that a lane has under way: the latency of a turn, not its work, takes the time
   const u32 lane = threadIdx.x % 32, num_topk = p.post.num_topk, per_turn = 32 / num_topk;
   const u32 column = lane % num_topk;
   float* out = reinterpret_cast<float*>(p.out_weights);
@@ -21,7 +21,7 @@ __device__ __forceinline__ void pull_weights(const PullParams& p, const Sources&
     if (aborted(p.sync)) return;
     const u32 first = turn + lane / num_topk;
     float sums[kBatch] = {};
-#pragma unroll 8
+#pragma unroll 2
     for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
 #pragma unroll
       for (u32 j = 0; j < kBatch; ++j) {

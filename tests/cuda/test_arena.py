@@ -53,6 +53,7 @@ def lost_by_threads(num_ranks):
     return before - free_bytes()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_hundred_buffers_of_threads_leave_nothing(num_ranks):
     assert child(lost_by_threads, num_ranks, timeout_s=90) < SLACK
@@ -70,6 +71,7 @@ def lost_by_processes(comm):
     return levels[0] - levels[1]
 
 
+@pytest.mark.alone
 def test_a_hundred_buffers_of_processes_leave_nothing():
     assert max(mpi(2, lost_by_processes, timeout_s=90)) < SLACK
 
@@ -96,6 +98,7 @@ def outlive_close(comm):
     assert abs(before - free_bytes()) < SLACK
 
 
+@pytest.mark.alone
 def test_arrays_outlive_close_and_then_the_arena_is_freed():
     launch.threads(1, outlive_close)
 
@@ -222,6 +225,7 @@ def outputs_of_a_matmul(comm):
         assert is_in_arena(buffer, y) and not is_in_arena(buffer, elsewhere)
         assert combine(y, result.handle) == []
         assert combine(elsewhere, result.handle) == [elsewhere.nbytes]
+        del y
         kept = fill(buffer)
         with buffer.allocator():
             y = result.recv_x @ weight  # the arena is full: from CuPy's pool

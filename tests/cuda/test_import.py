@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 INITIALISED = """
-import cupy.cuda.driver as driver
+from cupy.cuda import driver
 try:
     driver.ctxGetCurrent()
     print("initialised")

@@ -116,6 +116,7 @@ def handle_does_not_open(comm):
     return error, before[0] - after[0], after[1] - before[1]
 
 
+@pytest.mark.alone
 def test_processes_that_cannot_open_memory():
     for rank, (error, lost_bytes, lost_sms) in enumerate(mpi(3, handle_does_not_open)):
         assert isinstance(error, cupyep.TopologyError), f"rank {rank}: {error!r}"

@@ -28,8 +28,9 @@ from cupyep.backends.cuda.kernels import Kernels
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher, Routing
 from cupyep.backends.cuda.session import Session
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
-from cupyep.comm import Communicator
+from cupyep.comm import Communicator, LocalComm
 from cupyep.config import BufferConfig
+from cupyep.errors import CupyepError
 from cupyep.layout import ControlLayout, RowLayout
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class CudaBackend(Session):
         self._claim = devices.choose(comm, device, num_sms, config.timeout_s)
         self._device = self._claim.device
         self._machine, self._wanted_sms = devices.machine(self._device), dict[tuple[Operation, int, int], int]()
+        self._launches = comm.duplicate() if isinstance(comm, LocalComm) else comm
         self._handle_id = 1  # of the next dispatch; equal on all ranks
         try:
             with cupy.cuda.Device(self._device):
@@ -64,7 +66,7 @@ class CudaBackend(Session):
         self._arena = Arena(self._comm, self._device, initial, capacity.heap_bytes, timeout_s)
         self._blocks = Blocks(self._arena, self._comm_stream)
         self._launcher = Launcher(self._arena, self._kernels, self._comm, timeout_s, self._comm_stream.stream)
-        self._comm.watch = self._launcher.check_abort
+        self._comm.watch = self._launches.watch = self._launcher.check_abort
         if old is not None:
             self._comm_stream.stream.synchronize()
             old.close(collective=True)
@@ -107,7 +109,11 @@ class CudaBackend(Session):
                 if early:
                     push(capacity, blocks)
             self._host_wait(counted_event)
-            counted = self._launcher.counted(shape, num_experts // size)
+            try:
+                counted = self._launcher.counted(shape, num_experts // size)
+            except CupyepError:
+                blocks.clear()  # whoever keeps the error must not keep them
+                raise
             num_recv, self._handle_id = sum(counted.rows), handle_id + 1
             if not early or counted.verdict == Verdict.GROW:
                 blocks = {}  # of an arena that may be replaced now
@@ -250,7 +256,7 @@ class CudaBackend(Session):
                 self._let_kernels_leave()
                 _abandoned.append((self._launcher, self._arena))
             self._arena.close(collective=collective)
-        self._comm.watch = None  # it holds the launcher, which holds the arena, which holds the communicator
+        self._comm.watch = self._launches.watch = None  # or communicator, launcher and arena would be a cycle
         if collective:
             self._comm.free()
 

@@ -22,9 +22,11 @@ class Blocks:
     def allocate(self, sizes: dict[str, int], current: Any) -> dict[str, Block]:
         """A block for each part of `sizes` (bytes). Raises ArenaExhaustedError and then holds none.
 
-        Blocks may have been in use on other streams: the communication stream waits for what these have been given.
+        The largest comes last: what is trimmed off it borders on free memory then, and large gaps stay large. Blocks
+        may have been in use on other streams: the communication stream waits for what these have been given.
         """
-        blocks = {name: self._arena.block(size, current) for name, size in sizes.items()}
+        by_size = sorted(sizes.items(), key=lambda part: part[1])
+        blocks = {name: self._arena.block(size, current) for name, size in by_size}
         for stream in self._arena.take_waiting():
             self._comm_stream.follow(stream)
         return blocks

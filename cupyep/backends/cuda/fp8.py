@@ -54,7 +54,7 @@ def _run(
     with device:
         stream = cupy.cuda.get_current_stream()
         key = name, device.id, tuple(constants.items())
-        if stream.is_capturing and key not in _loaded:
+        if stream.is_capturing() and key not in _loaded:
             raise StateError(f"{name}: its kernel is not loaded; call it once for these types before graph capture")
         _loaded.add(key)
         call = Call(abi.QUANTIZE_PARAMS, {})

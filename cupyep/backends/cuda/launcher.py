@@ -118,7 +118,7 @@ class Launcher:
         verdict = Verdict(int(record["verdict"]))
         if verdict == Verdict.FAILED:
             rank = int(record["failed_rank"])
-            needed = sum(shape.rows.parts(int(record["failed_rows"])).values())
+            needed = shape.rows.offsets(int(record["failed_rows"]))["num_bytes"]
             raise ArenaExhaustedError(needed, int(self._part(COUNT, "host_posts")[rank]["rows_offset"]), rank)
         if verdict not in (Verdict.DONE, Verdict.GROW):
             raise self._error(COUNT)

@@ -13,6 +13,7 @@ from cupyep.abi import AbortKind, Operation
 from cupyep.backends.base import Backend
 from cupyep.backends.cuda.launcher import Launcher
 from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
+from cupyep.comm import Communicator
 from cupyep.errors import ArenaExhaustedError, PeerError, PeerTimeoutError
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ class Session(Backend):
     _comm_stream: CommStream
     _abort_stream: cupy.cuda.Stream
     _launcher: Launcher
+    _launches: Communicator  # of threads: for meetings around launches alone, which nothing else may be taken for
 
     def _together(self, step: str, action: Callable[[], T]) -> T:
         """Collective: our own result of `action`, which must have succeeded on every rank."""
@@ -58,7 +60,7 @@ class Session(Backend):
             return []
         try:
             self._launcher.check_abort()  # a late rank learns here that the others have left
-            return self._comm.allgather(value, operation="launch", timeout_s=self._config.timeout_s)
+            return self._launches.allgather(value, operation="launch", timeout_s=self._config.timeout_s)
         except PeerError as error:
             kind = AbortKind.TIMEOUT if isinstance(error, PeerTimeoutError) else AbortKind.RAISED
             self._launcher.abort(kind, error.peer, self._abort_stream)
