@@ -12,6 +12,10 @@ template <>
 struct alignas(2) VecOf<2> {
   unsigned short words[1];
 };
+template <>
+struct VecOf<1> {
+  unsigned char words[1];
+};
 
 using Vec = VecOf<cfg::kVecBytes>;  // the widest that divides a row
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptxsim.memory import GLOBAL, Fault, Store
+from ptxsim.memory import DEPTH, GLOBAL, Fault, Store
 
 if TYPE_CHECKING:
     from random import Random
@@ -83,6 +83,7 @@ class BulkStore:
     size: int
     warp: int
     place: int
+    add: np.dtype | None = None  # a reduction: elements of this type are added
     data: np.ndarray | None = None  # read, not yet written
     written: bool = False
 
@@ -96,9 +97,14 @@ class BulkStore:
         self.written = True
         at = np.arange(self.start, self.start + self.size)
         assert self.data is not None
+        if self.add is not None:  # atomic at gpu scope: what others of the GPU have added is there
+            old = self.cta.view.current(at, 1, DEPTH["gpu"]).view(self.add)
+            self.data = (old + self.data.view(self.add)).astype(self.add).view(np.uint8)
         self.cta.proxy[at] = self.data
         store = Store(at, self.data, 1, self.warp, self.cta.tick(self.warp), False)
         self.cta.view.store(store)
+        if self.add is not None:
+            self.cta.view.publish(store)
         return store
 
     def step(self, rng: Random, force: bool = False) -> bool:
@@ -154,12 +160,12 @@ def load(cta: Cta, lane: int, to: int, source: int, size: int, mbar: int) -> Non
     cta.inflight.append(BulkLoad(cta, to, source - GLOBAL, size, mbar, cta.place))
 
 
-def store(cta: Cta, lane: int, to: int, source: int, size: int) -> None:
-    """cp.async.bulk.global.shared by one lane."""
+def store(cta: Cta, lane: int, to: int, source: int, size: int, add: np.dtype | None = None) -> None:
+    """cp.async.bulk.global.shared, or cp.reduce.async.bulk with an addition, by one lane."""
     _check(cta, source, to, size)
     cta.check_fenced(source, size, "bulk store reads shared memory that {} has written without a proxy fence (H2)",
                      only_writes=True)
-    operation = BulkStore(cta, to - GLOBAL, source, size, lane // 32, cta.place)
+    operation = BulkStore(cta, to - GLOBAL, source, size, lane // 32, cta.place, add)
     cta.inflight.append(operation)
     cta.groups(lane).open.append(operation)
 

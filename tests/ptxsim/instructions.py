@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ptxsim.memory import PARAM, SHARED
@@ -18,6 +19,7 @@ from ptxsim.state import Cta
 
 DTYPES = {f"{kind}{bits}": np.dtype(f"{letter}{bits // 8}") for kind, letter in (("u", "u"), ("s", "i"), ("b", "u"))
           for bits in (8, 16, 32, 64)} | {"f32": np.dtype("f4"), "f64": np.dtype("f8"), "f16": np.dtype("f2"),
+                                          "bf16": np.dtype(ml_dtypes.bfloat16),
                                           "pred": np.dtype(bool), "f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4")}
 Run = Callable[[Cta, np.ndarray], Any]
 Get = Callable[[Cta], Any]

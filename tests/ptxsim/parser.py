@@ -231,7 +231,7 @@ class _Function:
                 return scope[text]
         if text in self.program.shared or text in self.program.dynamic or text in self.program.params:
             return Symbol(text)
-        if re.fullmatch(r"-?\d\w*|%[a-z_]+(\.[xyz])?|_", text):
+        if re.fullmatch(r"-?\d[\w.]*|%[a-z_]+(\.[xyz])?|_", text):
             return text
         raise ValueError(f"PTX: unknown operand {text}")
 

@@ -198,6 +198,12 @@ class CudaBackend(Session):
     def record_stream(self, array: Any, stream: Any) -> None:
         self._arena.record_stream(array.data.ptr, stream)
 
+    def _offset_of(self, array: cupy.ndarray) -> int | None:
+        return self._arena.offset_of(array)
+
+    def _peer_view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+        return self._arena.peer_view(rank, offset, shape, dtype)
+
     def comm_stream(self) -> cupy.cuda.Stream:
         return self._comm_stream.stream
 
