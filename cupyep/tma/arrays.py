@@ -1,4 +1,4 @@
-"""What the toolkit asks of arrays: NumPy ones are worked on by NumPy, all others with __cuda_array_interface__ by a GPU."""
+"""What the toolkit asks of arrays: NumPy works on its own, a GPU on all others with __cuda_array_interface__."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Bulk copies and reductions of whole arrays and of rows, with a chosen number of SMs.
 
-A kernel of `num_sms` CTAs moves rows through shared memory by TMA: cuda_src/kernels/tma_copy.cu. Here are the checks, and
-the plan: how rows are cut, and which way they go.
+A kernel of `num_sms` CTAs moves rows through shared memory by TMA: cuda_src/kernels/tma_copy.cu. Here are the checks,
+and the plan: how rows are cut, and which way they go.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VECTORS = Ring(32, 1, 8192)  # the vector path: warps of a CTA, and the bytes of
 
 @dataclass(frozen=True)
 class Rows:
-    """What is moved: rows of row_bytes; addresses, and pitches in bytes. index: of src_rows and dst_rows, 0 for none."""
+    """What is moved: rows of row_bytes; addresses, and pitches in bytes. src_rows, dst_rows: of indices, or 0."""
 
     dst: int
     src: int
@@ -155,7 +155,8 @@ def copy(
 
     Args:
         dst, src: C-contiguous arrays of one shape and dtype, any size and alignment, that do not overlap: NumPy, CuPy
-            or with __cuda_array_interface__. One may lie on another GPU, or in another rank's arena (see Buffer.peer_arrays).
+            or with __cuda_array_interface__. Either may lie on another GPU or in another rank's arena: see
+            Buffer.peer_arrays.
         num_sms: SMs that the copy may take; 8 fill one direction of an NVLink.
         stream: CuPy stream; None: the current one. A peer's data must be ready in its order.
         load_hint, store_hint: "none", "evict_first" (not needed again soon) or "evict_last", for L2.
@@ -180,8 +181,8 @@ def copy(
 def reduce_add(dst: Any, src: Any, *, num_sms: int = DEFAULT_NUM_SMS, stream: Any = None) -> Any:
     """Adds `src` to `dst` element by element, by bulk reduction stores: `dst` is never loaded by an SM.
 
-    Each addition is atomic within `dst`'s GPU, so several calls, also of several streams, may add to one array; then the
-    order of float additions is not defined. float32 subnormals, of either side and of the sum, may become 0.
+    Each addition is atomic among the adders of one GPU, so several calls, also of several streams, may add to one
+    array; the order of float additions is then not defined. float32 subnormals, also of the sum, may become 0.
 
     Args:
         dst, src: as of copy; float32, float16, bfloat16 or int32. 16-bit sums are rounded to nearest even.

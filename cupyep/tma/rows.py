@@ -19,12 +19,12 @@ def copy_rows(
 
     Args:
         dst, src: `[rows, ...]` arrays of one dtype and row shape, rows contiguous, that share no memory. As of copy.
-        dst_rows, src_rows: `[num_rows]` int32 or int64, in the memory that the arrays are in, or a list; None: 0, 1, 2...
-            A pair with an index outside of its array, as -1, is skipped. A row written twice gets either value.
+        dst_rows, src_rows: `[num_rows]` int32 or int64 where the arrays are, or a list; None: 0, 1, 2... A pair with an
+            index outside of its array, as -1, is skipped. A row written twice gets either value.
         num_sms, stream: as of copy.
 
-    Returns: an event. Raises: TypeError, ValueError naming the argument; a list, or a NumPy array of indices, is checked
-        to be within -1..rows-1, indices on a GPU are not read by the host.
+    Returns: an event. Raises: TypeError, ValueError naming the argument. Lists and NumPy arrays of indices are checked
+        to be within -1..rows-1; indices on a GPU are not read by the host.
     Sync: on `stream`; the host does not wait. NumPy arrays are copied when it returns.
     Source: PTX ISA, cp.async.bulk. Rows need 16-byte aligned addresses and sizes; others take the vector path.
     """
