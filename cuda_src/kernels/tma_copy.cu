@@ -6,18 +6,14 @@
 //   moves each row once from and once to memory: the SM's store port is the limit (60 GB/s)
 //
 // Work is cut into units, a chunk of a row each, and dealt to the warps of the grid in turn, so that CTAs stay level.
-// TMA, per warp: a ring of kStages slots. One lane loads a unit into a slot (mbarrier), then stores it from there; a
-// slot is refilled when the group of stores before the newest has read it.
-//   slot    load .. full | store reads .. free | load ...
-// Vectors: the same units through registers; for addresses that differ modulo 16, and for GPUs without bulk copies.
+// TMA: a ring of slots per warp (copy_ring.cuh). Vectors: the same units through registers, for addresses that differ modulo 16 and
+// for GPUs without bulk copies.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cupyep/vec.cuh>
 #if __CUDA_ARCH__ >= 900
-#include <cupyep/ptx/bulk.cuh>
-#include <cupyep/ptx/fence.cuh>
-#include <cupyep/ptx/mbarrier.cuh>
+#include <cupyep/copy_ring.cuh>
 #endif
 
 using namespace cupyep;
@@ -118,61 +114,39 @@ __device__ __forceinline__ void store(u8* dst, const u8* slot, u32 bytes, u64 po
   else ptx::cp_async_bulk_s2g_l2_cache_hint(dst, slot, bytes, policy);
 }
 
-// A slot's mbarrier and where its unit goes; all of it is the issuing lane's own business.
-struct Slot {
-  u64 full;
-  u8* dst;
-  u32 bytes;
-};
+// The units of one warp. All lanes work 32 of them out at a time, so that the latency of indices is paid once for all.
+class Rows {
+ public:
+  using Unit = ::Unit;
 
-// All lanes together compute 32 units at a time, so that the latency of indices is paid once for them; lane 0 issues.
-__device__ __forceinline__ void move_units(const CopyParams& p, u32 first, u32 stride, u32 count, u8* smem) {
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  u8* ring = smem + warp * cfg::kStages * cfg::kSlotBytes;
-  Slot* slots = reinterpret_cast<Slot*>(smem + cfg::kWarps * cfg::kStages * cfg::kSlotBytes) + warp * cfg::kStages;
-  const u64 load_policy = policy_of(cfg::kLoadHint), store_policy = policy_of(cfg::kStoreHint);
-  if (lane == 0) {
-    for (u32 stage = 0; stage < cfg::kStages; ++stage) ptx::mbarrier_init(&slots[stage].full, 1);
-    ptx::fence_mbarrier_init_release_cluster();  // H6; no other thread touches them
+  __device__ Rows(const CopyParams& p, u32 first, u32 stride, u32 count)
+      : p_(p), first_(first), stride_(stride), count_(count) {}
+
+  __device__ __forceinline__ Unit take(u32 i) {
+    const u32 lane = threadIdx.x % 32;
+    if (i % 32 == 0 && i + lane < count_) mine_ = unit_of(p_, first_ + (i + lane) * stride_);
+    const u64 dst = __shfl_sync(~0u, reinterpret_cast<u64>(mine_.dst), i % 32);
+    const u64 src = __shfl_sync(~0u, reinterpret_cast<u64>(mine_.src), i % 32);
+    return {reinterpret_cast<u8*>(dst), reinterpret_cast<const u8*>(src), __shfl_sync(~0u, mine_.bytes, i % 32)};
   }
-  Unit mine = {};
-  u32 issued = 0;
-  const auto load_next = [&] {
-    if (issued % 32 == 0 && issued + lane < count) mine = unit_of(p, first + (issued + lane) * stride);
-    Unit unit;
-    unit.dst = reinterpret_cast<u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(mine.dst), issued % 32));
-    unit.src = reinterpret_cast<const u8*>(__shfl_sync(~0u, reinterpret_cast<u64>(mine.src), issued % 32));
-    unit.bytes = __shfl_sync(~0u, mine.bytes, issued % 32);
-    const u32 stage = issued++ % cfg::kStages;
-    if (lane != 0) return;
-    u8* to = ring + stage * cfg::kSlotBytes;
-    u64* full = &slots[stage].full;
-    slots[stage].dst = unit.dst;
-    slots[stage].bytes = unit.bytes;
-    if (unit.dst == nullptr) {
-      ptx::mbarrier_arrive(full);  // nothing comes: the phase is over
-      return;
-    }
+
+  __device__ __forceinline__ void load(const Unit& unit, u8* slot, u64* full) const {
+    if (unit.dst == nullptr) return ptx::mbarrier_arrive(full);  // nothing comes: the phase is over
     ptx::mbarrier_arrive_expect_tx(full, unit.bytes);
-    // sync(copy.load) RELEASE.cluster: the copy's last act is to complete the bytes of full (H1). Read by: move_units.
-    if constexpr (cfg::kLoadHint == cfg::kHintNone) ptx::cp_async_bulk_g2s(to, unit.src, unit.bytes, full);
-    else ptx::cp_async_bulk_g2s_l2_cache_hint(to, unit.src, unit.bytes, full, load_policy);
-  };
-  while (issued < cfg::kStages && issued < count) load_next();
-  for (u32 i = 0; i < count; ++i) {
-    if (lane == 0) {
-      const u32 stage = i % cfg::kStages;
-      // sync(copy.load) ACQUIRE.cta: pairs with RELEASE in load_next (H1). A load from global memory always lands.
-      while (!ptx::mbarrier_try_wait_parity(&slots[stage].full, i / cfg::kStages & 1)) {
-      }
-      if (slots[stage].dst != nullptr) store(slots[stage].dst, ring + stage * cfg::kSlotBytes, slots[stage].bytes, store_policy);
-      ptx::cp_async_bulk_commit_group();
-      if (i > 0) ptx::cp_async_bulk_wait_group_read<1>();  // unit i - 1 has left its slot
-    }
-    if (i > 0 && issued < count) load_next();
+    if constexpr (cfg::kLoadHint == cfg::kHintNone) ptx::cp_async_bulk_g2s(slot, unit.src, unit.bytes, full);
+    else ptx::cp_async_bulk_g2s_l2_cache_hint(slot, unit.src, unit.bytes, full, load_policy_);
   }
-  ptx::cp_async_bulk_wait_group<0>();
-}
+
+  __device__ __forceinline__ void store(const Unit& unit, const u8* slot) const {
+    if (unit.dst != nullptr) ::store(unit.dst, slot, unit.bytes, store_policy_);
+  }
+
+ private:
+  const CopyParams& p_;
+  const u32 first_, stride_, count_;
+  const u64 load_policy_ = policy_of(cfg::kLoadHint), store_policy_ = policy_of(cfg::kStoreHint);
+  Unit mine_ = {};
+};
 #endif
 
 extern "C" __global__ void __launch_bounds__(cfg::kWarps * 32, 1) tma_copy(const __grid_constant__ CopyParams p) {
@@ -187,7 +161,8 @@ extern "C" __global__ void __launch_bounds__(cfg::kWarps * 32, 1) tma_copy(const
 #if __CUDA_ARCH__ >= 900
   if constexpr (cfg::kMover == cfg::kMoverTma) {
     extern __shared__ __align__(128) u8 smem[];
-    move_units(p, first, stride, count, smem);
+    Rows rows(p, first, stride, count);
+    copy_ring(rows, count, smem);
   } else
 #endif
   for (u32 i = 0; i < count; ++i) {

@@ -20,6 +20,7 @@ from cupyep.tma import launch as launches
 from cupyep.tma.launch import Launch, Target
 
 DEFAULT_NUM_SMS = 8
+SLOT_STATE_BYTES = 32  # of an mbarrier and what is in a slot
 MAX_UNITS = 2**31 - 1
 ADD = {
     np.dtype(np.float32): abi.Add.FLOAT32,
@@ -40,7 +41,22 @@ class Ring:
 
     @property
     def smem_bytes(self) -> int:
-        return self.num_warps * self.num_stages * (self.slot_bytes + 24)  # 24: Slot of tma_copy.cu
+        return self.num_warps * self.num_stages * (self.slot_bytes + SLOT_STATE_BYTES)
+
+    def constants(self) -> dict[str, int]:
+        """What copy_ring.cuh wants to know."""
+        return {
+            "kWarps": self.num_warps,
+            "kStages": self.num_stages,
+            "kSlotBytes": self.slot_bytes,
+            "kSlotStateBytes": SLOT_STATE_BYTES,
+        }
+
+    def within(self, smem_limit: int) -> Ring:
+        """With half as many warps, again and again, until it fits."""
+        if self.smem_bytes <= smem_limit or self.num_warps == 1:
+            return self
+        return Ring(self.num_warps // 2, self.num_stages, self.slot_bytes).within(smem_limit)
 
 
 # Four warps of three slots of 14 KB fill an SM's store port; short rows need more of them in flight.
@@ -99,8 +115,7 @@ def plan_copy(
         ring = VECTORS
     elif ring is None:
         ring = next((ring for ring in RINGS if ring.slot_bytes >= rows.row_bytes), RINGS[-1])
-        while ring.smem_bytes > target.smem_limit:
-            ring = Ring(ring.num_warps // 2, ring.num_stages, ring.slot_bytes)
+        ring = ring.within(target.smem_limit)
     # A unit fills a slot, but less where there are too few of them for all warps.
     share = math.ceil(rows.row_bytes * rows.num_rows / (num_sms * ring.num_warps))
     most = min(ring.slot_bytes, max(1024, layout.align(share)))
@@ -117,9 +132,7 @@ def plan_copy(
         "kAdd": add,
         "kLoadHint": load_hint,
         "kStoreHint": store_hint,
-        "kWarps": ring.num_warps,
-        "kStages": ring.num_stages,
-        "kSlotBytes": ring.slot_bytes,
+        **ring.constants(),
     }
     params = abi.COPY_PARAMS(
         src=rows.src,

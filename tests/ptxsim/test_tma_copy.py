@@ -20,7 +20,7 @@ from ptxsim.toolkit import AMPERE, HOPPER, Gpu
 SEEDS = range(int(os.environ.get("CUPYEP_PTXSIM_SEEDS", "4")))
 SMALL = Ring(2, 2, 1024)  # few warps: the interpreter is slow
 GUARD = 64  # bytes beside the destination that must keep their poison
-KERNEL = "kernels/tma_copy.cu"
+KERNEL, RING = "kernels/tma_copy.cu", "cupyep/copy_ring.cuh"
 
 
 def random_bytes(num_bytes: int, seed: int) -> np.ndarray:
@@ -109,13 +109,13 @@ def test_reduce_add(dtype: np.dtype, target, seed: int) -> None:  # bfloat16 for
 
 
 FAULTS = {
-    "no wait for the load": ("while (!ptx::mbarrier_try_wait_parity(", "while (false && !ptx::mbarrier_try_wait_parity("),
-    "no phase flip": ("i / cfg::kStages & 1", "0"),
-    "no wait before a refill": ("ptx::cp_async_bulk_wait_group_read<1>();  // unit", ";  // unit"),
-    "too few bytes expected": ("(full, unit.bytes);\n    // sync", "(full, unit.bytes - 16);\n    // sync"),
-    "no mbarrier fence": ("ptx::fence_mbarrier_init_release_cluster();", ""),
-    "not drained": ("  ptx::cp_async_bulk_wait_group<0>();\n}", "}"),
-    "no tail": ("p.tail_bytes, threadIdx.x", "0, threadIdx.x"),
+    "no wait for the load": (RING, "while (!ptx::mbarrier_try_wait", "while (false && !ptx::mbarrier_try_wait"),
+    "no phase flip": (RING, "i / cfg::kStages & 1", "0"),
+    "no wait before a refill": (RING, "if (i > 0) ptx::cp_async_bulk_wait_group_read<1>();", ""),
+    "no mbarrier fence": (RING, "ptx::fence_mbarrier_init_release_cluster();", ""),
+    "not drained": (RING, "  ptx::cp_async_bulk_wait_group<0>();\n", ""),
+    "too few bytes expected": (KERNEL, "expect_tx(full, unit.bytes)", "expect_tx(full, unit.bytes - 16)"),
+    "no tail": (KERNEL, "p.tail_bytes, threadIdx.x", "0, threadIdx.x"),
 }
 
 
@@ -124,7 +124,7 @@ def test_a_fault_is_seen(fault: str) -> None:
     seen = 0
     for seed in range(12):
         try:
-            copy_bytes(9_999, 0, 0, seed, patch=((KERNEL, *FAULTS[fault]),))
+            copy_bytes(9_999, 0, 0, seed, patch=(FAULTS[fault],))
         except (SimulationError, AssertionError):
             seen += 1
     assert seen
