@@ -6,5 +6,16 @@ tma.copy(dst, src, num_sms=8)
 
 from cupyep.tma.copies import copy, reduce_add
 from cupyep.tma.rows import copy_rows
+from cupyep.tma.tensor_map import TensorMap, swizzled
+from cupyep.tma.tiles import copy_tensor, load_tile, store_tile
 
-__all__ = ["copy", "copy_rows", "reduce_add"]
+__all__ = [
+    "TensorMap",
+    "copy",
+    "copy_rows",
+    "copy_tensor",
+    "load_tile",
+    "reduce_add",
+    "store_tile",
+    "swizzled",
+]

@@ -64,7 +64,8 @@ class Operands:
             return lambda cta: cta.registers[index].astype(unsigned).view(dtype)
         if isinstance(operand, Symbol):
             if operand.name in self.program.params:
-                return lambda cta: dtype.type(0)
+                at = dtype.type(self.program.params[operand.name])
+                return lambda cta: at
             if operand.name in self.program.shared:
                 offset = Cta.static_start + self.program.shared[operand.name]
                 return lambda cta: dtype.type(offset)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim import async_copies
+from ptxsim import async_copies, tensor_copies
 from ptxsim.instructions import DTYPES, Compiled, Operands, Run, address_of, lanes_of
 from ptxsim.memory import Fault
 from ptxsim.parser import Instruction
@@ -140,6 +140,8 @@ def bulk(use: Operands, op: list[str], operands: list[Any]) -> Run:
     if "wait_group" in op:
         newest, read = int(operands[0], 0), "read" in op
         return lambda cta, mask: [cta.groups(int(lane)).wait(newest, read) for lane in np.flatnonzero(mask)]
+    if "tensor" in op:
+        return tensor_copies.compile_copy(use, op, operands)
     addresses = [address_of(use, operand) for operand in operands if hasattr(operand, "offset")]
     size = use.get(operands[2], "u32")
     start = async_copies.load if op[3].startswith("shared") else async_copies.store

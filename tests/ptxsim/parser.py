@@ -56,7 +56,7 @@ class Program:
     static_bytes: int = 0
     dynamic: set[str] = field(default_factory=set)  # names of the extern array
     param_bytes: int = 0
-    params: set[str] = field(default_factory=set)
+    params: dict[str, int] = field(default_factory=dict)  # offset of each
     moved_params: set[int] = field(default_factory=set)  # registers that stand for a function's .param variables
 
 
@@ -122,11 +122,12 @@ class _Function:
         match = _VARIABLE.search(text)
         if match is None:
             raise ValueError(f"parameter: cannot read {text!r}")
-        if self.is_entry and match[4]:  # one block of bytes: the parameter struct
-            self.program.params.add(match[3])
-            self.program.param_bytes += int(match[4] or SIZES[match[2][1:]])
-            if len(self.program.params) > 1:
-                raise ValueError("entry: expected one parameter, a struct")
+        if self.is_entry:  # memory, one parameter behind the other
+            num_bytes = SIZES[match[2][1:]] * int(match[4] or 1)
+            alignment = int(match[1] or num_bytes)
+            offset = -(-self.program.param_bytes // alignment) * alignment
+            self.program.params[match[3]] = offset
+            self.program.param_bytes = offset + num_bytes
             return Symbol(match[3])
         register = self.new(match[3], SIZES[match[2][1:]])
         self.program.moved_params.add(register.index)
@@ -222,6 +223,9 @@ class _Function:
         if text[0] == "{":
             return [self.operand(part) for part in text[1:-1].split(",")]
         if text[0] == "[":
+            if "{" in text:  # a tensor map and coordinates
+                base, _, coordinates = text[1:-1].partition(",")
+                return [self.operand(f"[{base}]"), self.operand(coordinates)]
             base, _, offset = text[1:-1].partition("+")
             return Memory(self.operand(base), int(offset or "0", 0))
         if "|" in text:

@@ -38,7 +38,7 @@ class Gpu:
     def run(self, launch: Launch, seed: int, patch: Patch = ()) -> None:
         """Raises SimulationError for what a kernel must not do."""
         program = requested(launch.request, launch.function, patch)
-        params = b"".join(argument.tobytes() for argument in launch.arguments)
+        params = b"".join(argument.tobytes() for argument in launch.arguments)  # maps come first: all are aligned
         scheduler = Scheduler(self.space, seed)
         size: dict[str, Any] = {"num_ctas": launch.num_ctas, "num_threads": launch.num_threads}
         scheduler.run({0: [lambda: scheduler.launch(0, program, **size, smem_bytes=launch.smem_bytes, params=params)]})
