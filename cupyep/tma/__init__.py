@@ -5,11 +5,13 @@ tma.copy(dst, src, num_sms=8)
 """
 
 from cupyep.tma.copies import copy, reduce_add
+from cupyep.tma.pipeline import Pipeline
 from cupyep.tma.rows import copy_rows
 from cupyep.tma.tensor_map import TensorMap, swizzled
 from cupyep.tma.tiles import copy_tensor, load_tile, store_tile
 
 __all__ = [
+    "Pipeline",
     "TensorMap",
     "copy",
     "copy_rows",

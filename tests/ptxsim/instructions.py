@@ -204,6 +204,9 @@ def arithmetic(program: Program, instruction: Instruction) -> Run | None:
     if name in UNARY:
         unary, a, put = UNARY[name], use.get(operands[1], kind), use.put(operands[0])
         return lambda cta, mask: put(cta, mask, unary(a(cta)))
+    if name == "fma" and kind == "f32":  # rounded twice, which small integers do not show
+        a, b, c, put = *(use.get(operand, kind) for operand in operands[1:]), use.put(operands[0])
+        return lambda cta, mask: put(cta, mask, (np.float64(1) * a(cta) * b(cta) + c(cta)).astype(np.float32))
     if name in ("mul", "mad"):
         return _multiply(use, op, operands)
     if name == "setp":
@@ -232,6 +235,9 @@ def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
     if to in ("bf16x2", "f16x2"):
         bits, upper, lower = bf16_bits if to == "bf16x2" else f16_bits, *(use.get(x, "f32") for x in operands[1:3])
         return lambda cta, mask: put(cta, mask, bits(upper(cta)) << np.uint32(16) | bits(lower(cta)))
+    if to == "bf16" and of == "f32":
+        value = use.get(operands[1], of)
+        return lambda cta, mask: put(cta, mask, bf16_bits(value(cta)).astype(np.uint16))
     get, dtype = use.get(operands[1], of), DTYPES[to]
     if DTYPES[of].kind == "f" and dtype.kind != "f":
         raise NotImplementedError(".".join(op))
