@@ -9,11 +9,11 @@
 namespace cupyep {
 
 struct Tile {
-  const In* in;                // [num_rows][kRowElements]
-  Out* out;                    // [num_rows][kOutRowElements], to be written whole
-  ptx::u32 num_rows;           // the last tile may have fewer than the others
-  ptx::u64 first_row;          // of the array
-  ptx::u32 thread, group;      // thread: 0..num_threads-1
+  const In* in;            // [num_rows][kRowElements]
+  Out* out;                // [num_rows][kOutRowElements], to be written whole
+  ptx::u32 num_rows;       // the last tile may have fewer than the others
+  ptx::u64 first_row;      // of the array
+  ptx::u32 thread, group;  // thread: 0..num_threads-1
   static constexpr ptx::u32 num_threads = cfg::kGroupWarps * 32;
 
   // A barrier of the threads that share the tile.

@@ -6,8 +6,8 @@
 //   moves each row once from and once to memory: the SM's store port is the limit (60 GB/s)
 //
 // Work is cut into units, a chunk of a row each, and dealt to the warps of the grid in turn, so that CTAs stay level.
-// TMA: a ring of slots per warp (copy_ring.cuh). Vectors: the same units through registers, for addresses that differ modulo 16 and
-// for GPUs without bulk copies.
+// TMA: a ring of slots per warp (copy_ring.cuh). Vectors: the same units through registers, for addresses that differ
+// modulo 16 and for GPUs without bulk copies.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -53,7 +53,8 @@ struct Unit {
 __device__ __forceinline__ long long index_of(u64 rows, u32 row, u32 num_rows) {
   long long index = row;
   if (rows != 0) {
-    index = cfg::kIdxBytes == 8 ? reinterpret_cast<const long long*>(rows)[row] : reinterpret_cast<const int*>(rows)[row];
+    if constexpr (cfg::kIdxBytes == 8) index = reinterpret_cast<const long long*>(rows)[row];
+    else index = reinterpret_cast<const int*>(rows)[row];
   }
   return index >= 0 && index < num_rows ? index : -1;
 }

@@ -38,7 +38,8 @@ struct Slots {
 struct Span {
   u64 first;
   u32 count;
-  __device__ Span(const PipelineParams& p, u32 i) : first((blockIdx.x + static_cast<u64>(i) * gridDim.x) * cfg::kTileRows) {
+  __device__ Span(const PipelineParams& p, u32 i)
+      : first((blockIdx.x + static_cast<u64>(i) * gridDim.x) * cfg::kTileRows) {
     const u64 left = p.num_rows - first;
     count = left < cfg::kTileRows ? static_cast<u32>(left) : cfg::kTileRows;
   }
@@ -64,14 +65,13 @@ __device__ __forceinline__ void work(const PipelineParams& p, const Slots& slots
     const Span span(p, i);
     u8* result = slots.out(group * kOutSlots + turn % kOutSlots);
     tma::mbarrier_wait(slots.full(stage), i / cfg::kStages & 1);  // H1: each reader
-    const Tile tile = {reinterpret_cast<const In*>(slots.in(stage)), reinterpret_cast<Out*>(result), span.count, span.first,
-                       thread, group};
-    compute(tile, p.scalars);
-    tma::tma_store_fence();                             // H2: each writer of the result; H3: each reader of the slot
+    const In* in = reinterpret_cast<const In*>(slots.in(stage));
+    compute({in, reinterpret_cast<Out*>(result), span.count, span.first, thread, group}, p.scalars);
+    tma::tma_store_fence();  // H2: each writer of the result; H3: each reader of the slot
     if (thread == 0) tma::tma_store_wait_read<kOutSlots - 2>();  // the other output slot may be written again
     tile.sync();
     if (thread == 0) {
-      // sync(tile.empty) RELEASE.cta: every reader of the slot has fenced and passed the barrier (H3). Read by: load_tiles.
+      // sync(tile.empty) RELEASE.cta: all readers have fenced and passed the barrier (H3). Read by: load_tiles.
       tma::mbarrier_arrive(slots.empty(stage));
       Out* to = reinterpret_cast<Out*>(p.y) + span.first * cfg::kOutRowElements;
       tma::tma_store_1d(to, result, span.count * cfg::kOutRowElements * static_cast<u32>(sizeof(Out)));

@@ -71,6 +71,11 @@ def target() -> Target:
         raise UnsupportedDeviceError("cupyep.tma", "compute capability 9.0", f"no GPU ({error})") from None
 
 
+def require(what: str) -> None:
+    """Raises UnsupportedDeviceError, saying that `what` needs it, unless the current GPU has TMA. Local."""
+    target().require_tma(what)
+
+
 @functools.cache
 def _target(device: int) -> Target:
     from cupy.cuda import runtime

@@ -164,6 +164,12 @@ def bf16_bits(value: Any) -> Any:
     return np.where(np.isnan(value), np.uint32(0x7FFF), rounded)
 
 
+def e4m3_bits(value: Any) -> Any:
+    """float32 to fp8, saturating."""
+    clipped = np.clip(np.asarray(value, np.float32), -448, 448)
+    return clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(np.uint32)
+
+
 def f16_bits(value: Any) -> Any:
     return np.asarray(value, np.float32).astype(np.float16).view(np.uint16).astype(np.uint32)
 
@@ -173,8 +179,8 @@ BINARY = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": 
           "rem": remainder}
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
            "ge": operator.ge, "lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
-UNARY = {"not": operator.invert, "neg": operator.neg, "abs": np.abs, "brev": reverse_bits,
-         "popc": lambda value: np.bitwise_count(value).astype(np.uint32)}
+UNARY = {"not": operator.invert, "neg": operator.neg, "abs": np.abs, "brev": reverse_bits, "ex2": np.exp2,
+         "rcp": np.reciprocal, "popc": lambda value: np.bitwise_count(value).astype(np.uint32)}
 
 
 def arithmetic(program: Program, instruction: Instruction) -> Run | None:
@@ -232,6 +238,9 @@ def arithmetic(program: Program, instruction: Instruction) -> Run | None:
 
 def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
     to, of, put = op[-2], op[-1], use.put(operands[0])
+    if to == "e4m3x2":
+        upper, lower = (use.get(x, "f32") for x in operands[1:3])
+        return lambda cta, mask: put(cta, mask, e4m3_bits(upper(cta)) << np.uint32(8) | e4m3_bits(lower(cta)))
     if to in ("bf16x2", "f16x2"):
         bits, upper, lower = bf16_bits if to == "bf16x2" else f16_bits, *(use.get(x, "f32") for x in operands[1:3])
         return lambda cta, mask: put(cta, mask, bits(upper(cta)) << np.uint32(16) | bits(lower(cta)))

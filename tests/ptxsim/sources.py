@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 
 from cupy.cuda import nvrtc
 
@@ -50,6 +51,20 @@ def _program(kernel: str, name: str, arch: str, prelude: str, patch: Patch) -> P
             raise PatchError(f"{file}: expected the text once, found it {texts[file].count(old)} times: {old}")
         texts[file] = texts[file].replace(old, new)
     source = f'{prelude}\n#line 1 "{name}"\n{texts[name]}'
+    return _compiled(source, name, texts, arch, kernel)
+
+
+def text(file: Path, kernel: str, replacements: tuple[tuple[str, str], ...]) -> Program:
+    """A kernel of a file that is no part of cuda_src but includes it."""
+    source = file.read_text()
+    for old, new in replacements:
+        if source.count(old) != 1:
+            raise PatchError(f"{file.name}: expected the text once, found it {source.count(old)} times: {old}")
+        source = source.replace(old, new)
+    return _compiled(source, file.name, sources(), "sm_90", kernel)
+
+
+def _compiled(source: str, name: str, texts: dict[str, str], arch: str, kernel: str) -> Program:
     headers = [key for key in texts if key.endswith(".cuh")]
     contents = [texts[key].encode() for key in headers]
     handle = nvrtc.createProgram(source, name, contents, [key.encode() for key in headers])

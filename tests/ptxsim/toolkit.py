@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupyep.tma.launch import Launch, Target
 from ptxsim.memory import POISON, Space
+from ptxsim.parser import Program
 from ptxsim.scheduler import Scheduler
 from ptxsim.sources import Patch, requested
 
@@ -37,8 +36,12 @@ class Gpu:
 
     def run(self, launch: Launch, seed: int, patch: Patch = ()) -> None:
         """Raises SimulationError for what a kernel must not do."""
-        program = requested(launch.request, launch.function, patch)
-        params = b"".join(argument.tobytes() for argument in launch.arguments)  # maps come first: all are aligned
+        program, shape = requested(launch.request, launch.function, patch), (launch.num_ctas, launch.num_threads)
+        self.run_text(program, launch.arguments, *shape, launch.smem_bytes, seed)
+
+    def run_text(self, program: Program, arguments: tuple, num_ctas: int, num_threads: int, smem_bytes: int,
+                 seed: int) -> None:
+        """The same for any program; arguments are NumPy values, each aligned as it follows the others."""
+        params = b"".join(argument.tobytes() for argument in arguments)
         scheduler = Scheduler(self.space, seed)
-        size: dict[str, Any] = {"num_ctas": launch.num_ctas, "num_threads": launch.num_threads}
-        scheduler.run({0: [lambda: scheduler.launch(0, program, **size, smem_bytes=launch.smem_bytes, params=params)]})
+        scheduler.run({0: [lambda: scheduler.launch(0, program, num_ctas, num_threads, smem_bytes, params)]})
