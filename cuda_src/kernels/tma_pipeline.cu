@@ -66,7 +66,8 @@ __device__ __forceinline__ void work(const PipelineParams& p, const Slots& slots
     u8* result = slots.out(group * kOutSlots + turn % kOutSlots);
     tma::mbarrier_wait(slots.full(stage), i / cfg::kStages & 1);  // H1: each reader
     const In* in = reinterpret_cast<const In*>(slots.in(stage));
-    compute({in, reinterpret_cast<Out*>(result), span.count, span.first, thread, group}, p.scalars);
+    const Tile tile = {in, reinterpret_cast<Out*>(result), span.count, span.first, thread, group};
+    compute(tile, p.scalars);
     tma::tma_store_fence();  // H2: each writer of the result; H3: each reader of the slot
     if (thread == 0) tma::tma_store_wait_read<kOutSlots - 2>();  // the other output slot may be written again
     tile.sync();

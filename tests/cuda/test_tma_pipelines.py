@@ -77,7 +77,8 @@ def test_a_function_with_barriers_and_its_own_row_shape():
         atomicAdd(&sums[tile.group][i / cfg::kRowElements], tile.in[i]);
       }
       tile.sync();
-      for (unsigned i = tile.thread; i < 4 * tile.num_rows; i += tile.num_threads) tile.out[i] = sums[tile.group][i / 4];
+      const int* mine = sums[tile.group];
+      for (unsigned i = tile.thread; i < 4 * tile.num_rows; i += tile.num_threads) tile.out[i] = mine[i / 4];
       tile.sync();
     }"""
     pipeline = tma.Pipeline(4, (8, 100), "int32", code, out_row_shape=(4,), scalars={"start": "i32"})
