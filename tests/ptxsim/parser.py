@@ -109,7 +109,8 @@ class _Function:
         self.labels: dict[str, int] = {}
         self.pending: list[tuple[Instruction, str, dict[str, Any]]] = []
         self.results = [self.parameter(text) for text in (match[2] or "").split(",") if text.strip()]
-        self.parameters = [self.parameter(text) for text in (match[4] or "").split(",") if text.strip()]
+        kind = self.entry_parameter if self.is_entry else self.parameter
+        self.parameters = [kind(text) for text in (match[4] or "").split(",") if text.strip()]
         self.return_register = self.new("return", 8)
 
     def new(self, name: str, num_bytes: int) -> Register:
@@ -118,17 +119,23 @@ class _Function:
         self.scopes[-1][name] = register
         return register
 
-    def parameter(self, text: str) -> Any:
+    def entry_parameter(self, text: str) -> Symbol:
+        """A kernel's parameter: memory, one behind the other."""
         match = _VARIABLE.search(text)
         if match is None:
             raise ValueError(f"parameter: cannot read {text!r}")
-        if self.is_entry:  # memory, one parameter behind the other
-            num_bytes = SIZES[match[2][1:]] * int(match[4] or 1)
-            alignment = int(match[1] or num_bytes)
-            offset = -(-self.program.param_bytes // alignment) * alignment
-            self.program.params[match[3]] = offset
-            self.program.param_bytes = offset + num_bytes
-            return Symbol(match[3])
+        num_bytes = SIZES[match[2][1:]] * int(match[4] or 1)
+        alignment = int(match[1] or num_bytes)
+        offset = -(-self.program.param_bytes // alignment) * alignment
+        self.program.params[match[3]] = offset
+        self.program.param_bytes = offset + num_bytes
+        return Symbol(match[3])
+
+    def parameter(self, text: str) -> Register:
+        """A function's parameter, or an argument of a call."""
+        match = _VARIABLE.search(text)
+        if match is None:
+            raise ValueError(f"parameter: cannot read {text!r}")
         register = self.new(match[3], SIZES[match[2][1:]])
         self.program.moved_params.add(register.index)
         return register

@@ -128,7 +128,7 @@ def test_compare_shows_a_pipeline_that_does_not():
 
 
 def test_threads():
-    run = model.ThreadPipeline(num_tiles=6, tile_bytes=1 << 20)
+    run = model.ThreadPipeline(num_tiles=6, load_s=1e-3)
     found = model.compare(run, run.num_tiles, 50, stages=(2, 3))
     assert [row.stages for row in found.rows] == [1, 2, 3]
     assert all(row.measured_s > 0 for row in found.rows) and found.t_compute > 0
