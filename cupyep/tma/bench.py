@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from cupyep import model
+from cupyep.errors import UnsupportedDeviceError
 from cupyep.tma import copies, overlap
 from cupyep.tma import launch as launches
 from cupyep.tma.launch import Target
@@ -181,10 +182,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m cupyep.tma.bench", description=__doc__)
     parser.add_argument("what", nargs="*", choices=[*BENCHES, []], help="which figures; all but rings if none is named")
     chosen = parser.parse_args().what or [name for name in BENCHES if name != "rings"]
-    target = launches.target()
-    target.require_tma("cupyep.tma.bench")
+    try:
+        launches.require("cupyep.tma.bench")
+    except UnsupportedDeviceError as error:
+        parser.exit(1, f"{error}\n")
     for name in chosen:
-        BENCHES[name](target)
+        BENCHES[name](launches.target())
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ def copy(
             Buffer.peer_arrays.
         num_sms: SMs that the copy may take; 8 fill one direction of an NVLink.
         stream: CuPy stream; None: the current one. A peer's data must be ready in its order.
-        load_hint, store_hint: "none", "evict_first" (not needed again soon) or "evict_last", for L2.
+        load_hint, store_hint: "none", "evict_first" (not needed again soon) or "evict_last", for L2; by TMA only.
 
     Returns: an event with current_stream_wait() and synchronize().
     Raises: TypeError, ValueError naming the argument.

@@ -23,7 +23,9 @@ def tiled(
     box: Sequence[int],
     element_strides: Sequence[int],
 ) -> np.ndarray:
-    """The 128 bytes, 128-byte aligned, of a map; the innermost axis comes first. names: of the driver's enumerators.
+    """The 128 bytes, 128-byte aligned, of a map, as an array of size one, which CuPy passes to a kernel by value.
+
+    The innermost axis comes first; names are those of the driver's enumerators.
 
     Raises: RuntimeError with the driver's error, should it refuse what passed our own checks.
     """
@@ -53,7 +55,7 @@ def tiled(
     )
     if error:
         raise RuntimeError(f"cuTensorMapEncodeTiled: {driver.CUresult(error).name}")
-    return descriptor
+    return descriptor.view("V128")
 
 
 @functools.cache

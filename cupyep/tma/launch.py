@@ -49,7 +49,12 @@ class Launch:
 
 def prelude(constants: dict[str, int], *structs: abi.Struct) -> str:
     """What a kernel of the toolkit starts with: `namespace cfg` with all enumerators and `constants`, and structs."""
-    return abi.emit({**abi.enum_constants(), **constants}, structs)
+    return _prelude(tuple(constants.items()), structs)
+
+
+@functools.cache
+def _prelude(constants: tuple[tuple[str, int], ...], structs: tuple[abi.Struct, ...]) -> str:
+    return abi.emit({**abi.enum_constants(), **dict(constants)}, structs)
 
 
 def num_sms(target: Target, value: int) -> int:
@@ -57,23 +62,21 @@ def num_sms(target: Target, value: int) -> int:
     return checks.integer("num_sms", value, 1, target.num_sms)
 
 
-def target() -> Target:
-    """The current GPU. Raises UnsupportedDeviceError where there is none."""
+def target(what: str = "cupyep.tma") -> Target:
+    """The current GPU. Raises UnsupportedDeviceError, on behalf of `what`, where there is none."""
     try:
         from cupy.cuda import runtime
 
         return _target(runtime.getDevice())
     except ImportError as error:
-        raise UnsupportedDeviceError(
-            "cupyep.tma", "a GPU for arrays that are not NumPy's", f"no CuPy ({error})"
-        ) from None
+        raise UnsupportedDeviceError(what, "compute capability 9.0", f"no CuPy ({error})") from None
     except runtime.CUDARuntimeError as error:
-        raise UnsupportedDeviceError("cupyep.tma", "compute capability 9.0", f"no GPU ({error})") from None
+        raise UnsupportedDeviceError(what, "compute capability 9.0", f"no GPU ({error})") from None
 
 
 def require(what: str) -> None:
     """Raises UnsupportedDeviceError, saying that `what` needs it, unless the current GPU has TMA. Local."""
-    target().require_tma(what)
+    target(what).require_tma(what)
 
 
 @functools.cache

@@ -40,7 +40,7 @@ class Overlap:
         self._y = cupy.empty((num_tiles * num_sms, 4), np.float32)
 
     def pipeline(self, stages: int) -> Pipeline:
-        """The pipeline that is run: one group, as the model computes one tile at a time."""
+        """What is run: one group, as the model computes one tile at a time."""
         shape, scalars = (1, self.tile_bytes // 4), {"work": "u32"}
         return Pipeline(stages, shape, "float32", _COMPUTE, out_row_shape=(4,), scalars=scalars, groups=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +130,7 @@ class Pipeline:
             y[...] = np.asarray(self.reference(x, **scalars)).astype(self.out_dtype).view(y.dtype)
             return launches.done()
         with launches.on(stream):
-            target = launches.target()
+            target = launches.target("tma.Pipeline")
             target.require_tma("tma.Pipeline")
             arrays.reach(y, x)
             num_sms = launches.num_sms(target, num_sms)
@@ -145,18 +146,22 @@ class Pipeline:
         num_tiles = math.ceil(num_rows / self.tile_rows)
         if num_tiles > MAX_TILES:
             raise ValueError(f"x: expected at most {MAX_TILES:,} tiles, got {num_tiles:,}")
-        numbers = abi.Struct("Scalars", **(self.scalars or {"unused": "u32"}))
-        params = abi.Struct(
-            "PipelineParams", x="ptr", y="ptr", num_rows="u64", num_tiles="u32", pad="u32", scalars=numbers
-        )
-        record = params(x=x, y=y, num_rows=num_rows, num_tiles=num_tiles)
+        record = self._structs[1](x=x, y=y, num_rows=num_rows, num_tiles=num_tiles)
         for name in self.scalars:
             record["scalars"][name] = scalars[name]
-        request = jit.Request("tma_pipeline", target.arch, self._prelude(numbers, params))
+        request = jit.Request("tma_pipeline", target.arch, self._prelude)
         num_threads = 32 * (1 + self.groups * self.warps_per_group)
         return Launch(request, "pipeline", num_sms, num_threads, self.smem_bytes, (record,))
 
-    def _prelude(self, numbers: abi.Struct, params: abi.Struct) -> str:
+    @functools.cached_property
+    def _structs(self) -> tuple[abi.Struct, abi.Struct]:
+        """Scalars, and the kernel's parameters with them."""
+        numbers = abi.Struct("Scalars", **(self.scalars or {"unused": "u32"}))
+        sizes = {"num_rows": "u64", "num_tiles": "u32", "pad": "u32"}
+        return numbers, abi.Struct("PipelineParams", x="ptr", y="ptr", **sizes, scalars=numbers)
+
+    @functools.cached_property
+    def _prelude(self) -> str:
         constants = {
             "kStages": self.stages,
             "kTileRows": self.tile_rows,
@@ -177,7 +182,7 @@ class Pipeline:
                 *code,
                 "; }); }",
             ]
-        return "\n".join([*headers, abi.emit(constants, (numbers, params)), *types, *code, ""])
+        return "\n".join([*headers, abi.emit(constants, self._structs), *types, *code, ""])
 
     def _check(self, y: Any, x: Any, scalars: Mapping[str, float]) -> None:
         for name, array, dtype, row in (

@@ -119,13 +119,15 @@ class TensorMap:
 
     @functools.cached_property
     def descriptor(self) -> np.ndarray:
-        """The driver's 128 bytes (CUtensorMap), for a `const __grid_constant__` parameter that is 64-byte aligned.
+        """The driver's 128 bytes (CUtensorMap): an array of size one, which CuPy passes to a kernel by value.
+
+        The kernel's parameter is `const __grid_constant__` and 64-byte aligned.
 
         Raises: UnsupportedDeviceError before compute capability 9.0; TypeError for a NumPy array.
         """
         from cupyep.tma import encode
 
-        launches.target().require_tma("tma.TensorMap.descriptor")
+        launches.require("tma.TensorMap.descriptor")
         if arrays.is_numpy(self.array):
             raise TypeError("array: expected a CUDA array for a descriptor, got a NumPy array")
         names = {

@@ -195,7 +195,7 @@ def _launch(
 
 
 def _target(what: str) -> Target:
-    target = launches.target()
+    target = launches.target(what)
     target.require_tma(what)
     return target
 

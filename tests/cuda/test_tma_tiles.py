@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -151,3 +154,10 @@ def test_a_map_of_a_stream():
     tile = tma.load_tile(tma.TensorMap(device, (16, 16)), (16, 16), stream=stream)
     stream.synchronize()
     assert same(tile, tiles.gather(tma.TensorMap(array, (16, 16)), (16, 16)))
+
+
+def test_a_map_in_a_kernel_of_ones_own():
+    """The page's, which CuPy compiles and which takes the descriptor by value."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "tma.md").read_text()
+    for source in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[-1:]:
+        exec(source, {"np": np, "tma": tma})
