@@ -6,6 +6,7 @@ with cupyep.Buffer(comm) as buffer:
     combined_x, _, event = buffer.combine(y, handle)
 """
 
+from cupyep.backends.cuda.jit import source_root as include_dir
 from cupyep.backends.cuda.warmup import compile_at_import
 from cupyep.buffer import Buffer
 from cupyep.comm import LocalComm
@@ -18,6 +19,7 @@ from cupyep.errors import (
     PeerTimeoutError,
     StateError,
     TopologyError,
+    UnsupportedDeviceError,
 )
 from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
 from cupyep.quantize import dequantize_fp8, quantize_fp8
@@ -40,7 +42,9 @@ __all__ = [
     "PeerTimeoutError",
     "StateError",
     "TopologyError",
+    "UnsupportedDeviceError",
     "dequantize_fp8",
+    "include_dir",
     "quantize_fp8",
     "run_local",
 ]

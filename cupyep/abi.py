@@ -117,6 +117,24 @@ class DType(IntEnum):
     FLOAT8_E8M0FNU = 9
 
 
+class Add(IntEnum):
+    """What a store of COPY does to its destination: replace it, or add elements of one type to it."""
+
+    NONE = 0
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+    INT32 = 4
+
+
+class Hint(IntEnum):
+    """What L2 is told of the lines that a bulk copy touches."""
+
+    NONE = 0
+    EVICT_FIRST = 1
+    EVICT_LAST = 2
+
+
 class Flag(IntEnum):
     """Bits of a signature."""
 
@@ -210,6 +228,30 @@ CEILING_PARAMS = Struct(
     writes="u32",
     pad="u32",
 )
+# COPY of the TMA toolkit. Rows of row_bytes, each cut into num_chunks; src_rows and dst_rows: [num_rows] indices, or 0
+# for 0, 1, 2...; pitches in bytes. Of a run of bytes that is one row, head and tail are its ends that no vector covers.
+COPY_PARAMS = Struct(
+    "CopyParams",
+    src="ptr",
+    dst="ptr",
+    src_rows="ptr",
+    dst_rows="ptr",
+    src_pitch="u64",
+    dst_pitch="u64",
+    row_bytes="u64",
+    chunk_bytes="u32",
+    num_chunks="u32",
+    num_rows="u32",
+    num_src_rows="u32",
+    num_dst_rows="u32",
+    head_bytes="u32",
+    tail_bytes="u32",
+    pad="u32",
+)
+# Tiles of tensor maps, innermost axis first. COPY_TENSOR: tiles per axis, and elements from one to the next. LOAD_TILE
+# and STORE_TILE: the first element, and the tile's own memory.
+TILES_PARAMS = Struct("TilesParams", num_tiles_along=("u32", 5), box=("i32", 5), num_tiles="u32")
+TILE_PARAMS = Struct("TileParams", tile="ptr", coordinates=("i32", 5), pad="u32")
 KERNEL_STRUCTS = (
     POST,
     SYNC,
@@ -249,10 +291,16 @@ def enum_constants() -> dict[str, int]:
         "Status": Status,
         "Abort": AbortKind,
         "DType": DType,
+        "Add": Add,
+        "Hint": Hint,
         "Flag": Flag,
         "Verdict": Verdict,
     }
-    return {f"k{family}{member.name.capitalize()}": int(member) for family, enum in families.items() for member in enum}
+    return {
+        f"k{family}{member.name.title().replace('_', '')}": int(member)
+        for family, enum in families.items()
+        for member in enum
+    }
 
 
 def emit(constants: dict[str, int], structs: tuple[Struct, ...]) -> str:

@@ -94,6 +94,17 @@ class TopologyError(CupyepError, RuntimeError):
         return "\n  ".join([self.message, *pairs])
 
 
+class UnsupportedDeviceError(CupyepError, RuntimeError):
+    """What was asked for needs another GPU. `what` was asked, `needed` and `found` are in words."""
+
+    def __init__(self, what: str, needed: str, found: str) -> None:
+        super().__init__(what, needed, found)
+        self.what, self.needed, self.found = what, needed, found
+
+    def __str__(self) -> str:
+        return f"{self.what}: needs {self.needed}, found {self.found}"
+
+
 class CompileError(CupyepError, RuntimeError):
     """NVRTC refused a kernel. `log` is its whole output, `name` the kernel's source file."""
 

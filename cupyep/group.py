@@ -145,6 +145,20 @@ class Group:
         """Keeps the arena block of `array` from reuse until `stream` has done what it was given so far. Local."""
         self._ready("record_stream").record_stream(array, stream)
 
+    def peer_arrays(self, array: Any) -> list[Any]:
+        """Every rank's `array`, as memory that this rank may read and write, for example by tma.copy. Collective.
+
+        Args: array: C-contiguous, in this rank's arena (a received array, or of `empty`); shapes may differ by rank.
+        Returns: a list by rank; our own is `array` itself. They are valid until close() or until the arena grows, and
+            as long as each owner keeps its array. Who may touch them when is the callers' business: see barrier().
+        Raises: ValueError where it lies elsewhere. Sync: the host waits for all ranks.
+        """
+        backend = self._ready("peer_arrays")
+        array = backend.asarray("array", array)
+        where = backend.locate(array)
+        with self._watch():
+            return backend.peer_arrays(array, where)
+
     def get_comm_stream(self) -> Any:
         """The CUDA stream that operations run on (None on the numpy backend). Local."""
         return self._ready("get_comm_stream").comm_stream()

@@ -1,5 +1,6 @@
 #pragma once
-// TMA by the names most kernels use: 1-D bulk loads and stores, and the mbarrier that a load reports to.
+// TMA by the names most kernels use: bulk loads and stores, of runs of bytes and of tiles, and the mbarrier that a load
+// reports to.
 //
 // A correct kernel, in words. One thread initialises the mbarrier, fences the initialisation and meets the others at a
 // CTA barrier. For each load one elected thread first announces the bytes, then issues the copy; every thread that
@@ -29,6 +30,7 @@
 #include <cupyep/ptx/bulk.cuh>
 #include <cupyep/ptx/fence.cuh>
 #include <cupyep/ptx/mbarrier.cuh>
+#include <cupyep/ptx/tensor.cuh>
 #include <cupyep/ptx/warp.cuh>
 
 namespace cupyep::tma {
@@ -83,6 +85,33 @@ __device__ __forceinline__ void tma_store_fence() { ptx::fence_proxy_async_share
 __device__ __forceinline__ void tma_store_1d(void* dst_gmem, const void* src_smem, u32 bytes) {
   ptx::cp_async_bulk_s2g(dst_gmem, src_smem, bytes);
 }
+
+// --- tiles: one thread, shared memory 128-byte aligned, coordinates in elements, innermost axis first ----------------
+
+// A tile of a tensor map to shared memory; completes the whole tile's bytes of the phase of `mbar`, also where it lies
+// outside of the tensor and is filled.
+template <int kRank>
+__device__ __forceinline__ void tma_load_tile(void* dst_smem, const void* tensor_map, const int* c, u64* mbar) {
+  static_assert(kRank >= 1 && kRank <= 5);
+  if constexpr (kRank == 1) ptx::cp_async_bulk_tensor_1d_g2s(dst_smem, tensor_map, c[0], mbar);
+  if constexpr (kRank == 2) ptx::cp_async_bulk_tensor_2d_g2s(dst_smem, tensor_map, c[0], c[1], mbar);
+  if constexpr (kRank == 3) ptx::cp_async_bulk_tensor_3d_g2s(dst_smem, tensor_map, c[0], c[1], c[2], mbar);
+  if constexpr (kRank == 4) ptx::cp_async_bulk_tensor_4d_g2s(dst_smem, tensor_map, c[0], c[1], c[2], c[3], mbar);
+  if constexpr (kRank == 5) ptx::cp_async_bulk_tensor_5d_g2s(dst_smem, tensor_map, c[0], c[1], c[2], c[3], c[4], mbar);
+}
+
+// A tile in shared memory to the tensor; what lies outside of it is dropped. Joins the thread's open group; commit it.
+template <int kRank>
+__device__ __forceinline__ void tma_store_tile(const void* tensor_map, const int* c, const void* src_smem) {
+  static_assert(kRank >= 1 && kRank <= 5);
+  if constexpr (kRank == 1) ptx::cp_async_bulk_tensor_1d_s2g(tensor_map, c[0], src_smem);
+  if constexpr (kRank == 2) ptx::cp_async_bulk_tensor_2d_s2g(tensor_map, c[0], c[1], src_smem);
+  if constexpr (kRank == 3) ptx::cp_async_bulk_tensor_3d_s2g(tensor_map, c[0], c[1], c[2], src_smem);
+  if constexpr (kRank == 4) ptx::cp_async_bulk_tensor_4d_s2g(tensor_map, c[0], c[1], c[2], c[3], src_smem);
+  if constexpr (kRank == 5) ptx::cp_async_bulk_tensor_5d_s2g(tensor_map, c[0], c[1], c[2], c[3], c[4], src_smem);
+}
+
+// --- bulk groups: stores of either kind ------------------------------------------------------------------------------
 
 // Closes the thread's open group of stores.
 __device__ __forceinline__ void tma_store_commit() { ptx::cp_async_bulk_commit_group(); }

@@ -168,6 +168,25 @@ class Backend(ABC):
     def record_stream(self, array: Any, stream: Any) -> None:
         """The array's block is not reused before the stream's present work is done."""
 
+    def locate(self, array: Any) -> tuple[int, tuple[int, ...], Any]:
+        """(offset, shape, dtype) of an array in our arena. ValueError if it lies elsewhere."""
+        if (offset := self._offset_of(array)) is None:
+            raise ValueError("array: expected a C-contiguous one of this Buffer's arena, got memory from elsewhere")
+        return offset, array.shape, array.dtype
+
+    def peer_arrays(self, array: Any, where: tuple) -> list[Any]:
+        """Every rank's located array, by rank, as this rank reaches it. Collective."""
+        everyone = self._comm.allgather(where, operation="peer_arrays", timeout_s=self._config.timeout_s)
+        return [array if rank == self._comm.rank else self._peer_view(rank, *it) for rank, it in enumerate(everyone)]
+
+    @abstractmethod
+    def _offset_of(self, array: Any) -> int | None:
+        """Where a contiguous array lies in our arena, or None."""
+
+    @abstractmethod
+    def _peer_view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An array over another rank's arena."""
+
     @property
     def max_num_sms(self) -> int | None:
         """The SMs that one call may take, or None where there are none."""

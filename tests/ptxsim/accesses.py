@@ -152,7 +152,7 @@ def _atomic(use: Operands, op: list[str], operands: list[Any]) -> Run:
     dtype, (order, scope) = DTYPES[op[-1]], _order(op)
     if op[0] == "red":
         operands = ["_", *operands]
-    put, address, kind = use.put(operands[0]), address_of(use, operands[1]), op[-2]
+    put, address, kind = use.put(operands[0]), address_of(use, operands[1]), op[-2 if op[-2] != "noftz" else -3]
     gets, width, named = [use.get(operand, op[-1]) for operand in operands[2:]], dtype.itemsize, _space(op)
 
     def change(old: Any, b: Any, c: Any) -> Any:

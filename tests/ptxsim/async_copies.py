@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptxsim.memory import GLOBAL, Fault, Store
+from ptxsim.memory import DEPTH, GLOBAL, Fault, Store
 
 if TYPE_CHECKING:
     from random import Random
@@ -44,7 +44,7 @@ class Mbarrier:
             cta.clock.events += 1
 
 
-@dataclass
+@dataclass(eq=False)
 class BulkLoad:
     """Global to shared. Lands in one or two steps; the last completes the bytes."""
 
@@ -56,13 +56,21 @@ class BulkLoad:
     place: int  # in the program
     done: int = 0
 
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every byte, in shared and in global memory; there -1: nowhere, it is filled with 0."""
+        offset = np.arange(self.size)
+        return self.to + offset, self.start + offset
+
     def step(self, rng: Random, force: bool = False) -> bool:
         """One step; True when it was the last."""
         end = self.size if force or rng.random() < 0.6 else max(self.done, rng.randrange(0, self.size, 16))
-        at = slice(self.start + self.done, self.start + end)
+        to, at = (places[self.done : end] for places in self.places())
         # Either may be seen: the memory as of the last proxy fence, or as it is now.
-        source = self.cta.proxy if rng.random() < 0.5 or self.cta.has_pending(at) else self.cta.space.system.bytes
-        self.cta.shared[self.to + self.done : self.to + end] = source[at]
+        inside = at[at >= 0]
+        window = slice(int(inside.min()), int(inside.max()) + 1) if inside.size else slice(0, 0)
+        fresh = rng.random() >= 0.5 and not self.cta.has_pending(window)
+        source = self.cta.space.system.bytes if fresh else self.cta.proxy
+        self.cta.shared[to] = np.where(at < 0, np.uint8(0), source[at])
         self.done = end
         if end < self.size:
             return False
@@ -73,7 +81,7 @@ class BulkLoad:
         return True
 
 
-@dataclass
+@dataclass(eq=False)
 class BulkStore:
     """Shared to global: first reads all of its source, later it is written."""
 
@@ -83,22 +91,33 @@ class BulkStore:
     size: int
     warp: int
     place: int
+    add: np.dtype | None = None  # a reduction: elements of this type are added
     data: np.ndarray | None = None  # read, not yet written
     written: bool = False
 
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every byte, in shared and in global memory."""
+        offset = np.arange(self.size)
+        return self.source + offset, self.start + offset
+
     def read(self) -> None:
         if self.data is None:
-            self.data = self.cta.shared[self.source : self.source + self.size].copy()
+            self.data = self.cta.shared[self.places()[0]]
 
     def write(self) -> Store:
         """Now the CTA sees it; others do after a release, or when the Store is published."""
         self.read()
         self.written = True
-        at = np.arange(self.start, self.start + self.size)
+        _, at = self.places()
         assert self.data is not None
+        if self.add is not None:  # atomic at gpu scope: what others of the GPU have added is there
+            old = self.cta.view.current(at, 1, DEPTH["gpu"]).view(self.add)
+            self.data = (old + self.data.view(self.add)).astype(self.add).view(np.uint8)
         self.cta.proxy[at] = self.data
         store = Store(at, self.data, 1, self.warp, self.cta.tick(self.warp), False)
         self.cta.view.store(store)
+        if self.add is not None:
+            self.cta.view.publish(store)
         return store
 
     def step(self, rng: Random, force: bool = False) -> bool:
@@ -144,6 +163,12 @@ class Groups:
 def load(cta: Cta, lane: int, to: int, source: int, size: int, mbar: int) -> None:
     """cp.async.bulk.shared.global by one lane."""
     _check(cta, to, source, size)
+    check_load(cta, to, size, mbar)
+    cta.inflight.append(BulkLoad(cta, to, source - GLOBAL, size, mbar, cta.place))
+
+
+def check_load(cta: Cta, to: int, size: int, mbar: int) -> None:
+    """That the mbarrier may be used, and the shared memory overwritten."""
     mbarrier = cta.mbarrier(mbar)
     if not mbarrier.fenced:
         raise Fault("mbarrier used by a bulk copy before fence.mbarrier_init by its initialiser (H6)")
@@ -151,15 +176,23 @@ def load(cta: Cta, lane: int, to: int, source: int, size: int, mbar: int) -> Non
     for other in cta.inflight:
         if isinstance(other, BulkLoad) and other.to < to + size and to < other.to + other.size:
             raise Fault("bulk load into shared memory that another one is still loading")
-    cta.inflight.append(BulkLoad(cta, to, source - GLOBAL, size, mbar, cta.place))
 
 
-def store(cta: Cta, lane: int, to: int, source: int, size: int) -> None:
-    """cp.async.bulk.global.shared by one lane."""
+def store(cta: Cta, lane: int, to: int, source: int, size: int, add: np.dtype | None = None) -> None:
+    """cp.async.bulk.global.shared, or cp.reduce.async.bulk with an addition, by one lane."""
     _check(cta, source, to, size)
+    check_store(cta, source, size)
+    issue(cta, lane, BulkStore(cta, to - GLOBAL, source, size, lane // 32, cta.place, add))
+
+
+def check_store(cta: Cta, source: int, size: int) -> None:
+    """That the shared memory may be read."""
     cta.check_fenced(source, size, "bulk store reads shared memory that {} has written without a proxy fence (H2)",
                      only_writes=True)
-    operation = BulkStore(cta, to - GLOBAL, source, size, lane // 32, cta.place)
+
+
+def issue(cta: Cta, lane: int, operation: BulkStore) -> None:
+    """Into the lane's open group."""
     cta.inflight.append(operation)
     cta.groups(lane).open.append(operation)
 

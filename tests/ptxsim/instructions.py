@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ptxsim.memory import PARAM, SHARED
@@ -18,6 +19,7 @@ from ptxsim.state import Cta
 
 DTYPES = {f"{kind}{bits}": np.dtype(f"{letter}{bits // 8}") for kind, letter in (("u", "u"), ("s", "i"), ("b", "u"))
           for bits in (8, 16, 32, 64)} | {"f32": np.dtype("f4"), "f64": np.dtype("f8"), "f16": np.dtype("f2"),
+                                          "bf16": np.dtype(ml_dtypes.bfloat16),
                                           "pred": np.dtype(bool), "f16x2": np.dtype("u4"), "bf16x2": np.dtype("u4")}
 Run = Callable[[Cta, np.ndarray], Any]
 Get = Callable[[Cta], Any]
@@ -62,7 +64,8 @@ class Operands:
             return lambda cta: cta.registers[index].astype(unsigned).view(dtype)
         if isinstance(operand, Symbol):
             if operand.name in self.program.params:
-                return lambda cta: dtype.type(0)
+                at = dtype.type(self.program.params[operand.name])
+                return lambda cta: at
             if operand.name in self.program.shared:
                 offset = Cta.static_start + self.program.shared[operand.name]
                 return lambda cta: dtype.type(offset)
@@ -161,6 +164,12 @@ def bf16_bits(value: Any) -> Any:
     return np.where(np.isnan(value), np.uint32(0x7FFF), rounded)
 
 
+def e4m3_bits(value: Any) -> Any:
+    """float32 to fp8, saturating."""
+    clipped = np.clip(np.asarray(value, np.float32), -448, 448)
+    return clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(np.uint32)
+
+
 def f16_bits(value: Any) -> Any:
     return np.asarray(value, np.float32).astype(np.float16).view(np.uint16).astype(np.uint32)
 
@@ -171,8 +180,8 @@ BINARY = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": 
 FLOAT = {"div": np.divide, "min": np.fmin, "max": np.fmax}  # of NaN and a number: the number
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
            "ge": operator.ge, "lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
-UNARY = {"not": operator.invert, "neg": operator.neg, "abs": np.abs, "brev": reverse_bits,
-         "popc": lambda value: np.bitwise_count(value).astype(np.uint32)}
+UNARY = {"not": operator.invert, "neg": operator.neg, "abs": np.abs, "brev": reverse_bits, "ex2": np.exp2,
+         "rcp": np.reciprocal, "popc": lambda value: np.bitwise_count(value).astype(np.uint32)}
 
 
 def arithmetic(program: Program, instruction: Instruction) -> Run | None:
@@ -202,6 +211,9 @@ def arithmetic(program: Program, instruction: Instruction) -> Run | None:
     if name in UNARY:
         unary, a, put = UNARY[name], use.get(operands[1], kind), use.put(operands[0])
         return lambda cta, mask: put(cta, mask, unary(a(cta)))
+    if name == "fma" and kind == "f32":  # rounded twice, which small integers do not show
+        a, b, c, put = *(use.get(operand, kind) for operand in operands[1:]), use.put(operands[0])
+        return lambda cta, mask: put(cta, mask, (np.float64(1) * a(cta) * b(cta) + c(cta)).astype(np.float32))
     if name in ("mul", "mad"):
         return _multiply(use, op, operands)
     if name == "setp":
@@ -227,9 +239,15 @@ def arithmetic(program: Program, instruction: Instruction) -> Run | None:
 
 def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
     to, of, put = op[-2], op[-1], use.put(operands[0])
+    if to == "e4m3x2":
+        upper, lower = (use.get(x, "f32") for x in operands[1:3])
+        return lambda cta, mask: put(cta, mask, e4m3_bits(upper(cta)) << np.uint32(8) | e4m3_bits(lower(cta)))
     if to in ("bf16x2", "f16x2"):
         bits, upper, lower = bf16_bits if to == "bf16x2" else f16_bits, *(use.get(x, "f32") for x in operands[1:3])
         return lambda cta, mask: put(cta, mask, bits(upper(cta)) << np.uint32(16) | bits(lower(cta)))
+    if to == "bf16" and of == "f32":
+        value = use.get(operands[1], of)
+        return lambda cta, mask: put(cta, mask, bf16_bits(value(cta)).astype(np.uint16))
     get, dtype = use.get(operands[1], of), DTYPES[to]
     if DTYPES[of].kind == "f" and dtype.kind != "f":
         if "rni" not in op:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
-from ptxsim import async_copies
-from ptxsim.instructions import Compiled, Operands, Run, address_of, lanes_of
+from ptxsim import async_copies, tensor_copies
+from ptxsim.instructions import DTYPES, Compiled, Operands, Run, address_of, lanes_of
 from ptxsim.memory import Fault
 from ptxsim.parser import Instruction
 from ptxsim.state import Cta
@@ -139,11 +140,15 @@ def bulk(use: Operands, op: list[str], operands: list[Any]) -> Run:
     if "wait_group" in op:
         newest, read = int(operands[0], 0), "read" in op
         return lambda cta, mask: [cta.groups(int(lane)).wait(newest, read) for lane in np.flatnonzero(mask)]
+    if "tensor" in op:
+        return tensor_copies.compile_copy(use, op, operands)
     addresses = [address_of(use, operand) for operand in operands if hasattr(operand, "offset")]
     size = use.get(operands[2], "u32")
-    if not text.startswith(("cp.async.bulk.shared::cluster.global.mbarrier", "cp.async.bulk.global.shared::cta")):
-        raise NotImplementedError(text)
     start = async_copies.load if op[3].startswith("shared") else async_copies.store
+    if text.startswith("cp.reduce.async.bulk.global.shared::cta.bulk_group.add"):
+        start = functools.partial(async_copies.store, add=DTYPES[op[-1]])
+    elif not text.startswith(("cp.async.bulk.shared::cluster.global.mbarrier", "cp.async.bulk.global.shared::cta")):
+        raise NotImplementedError(text)
 
     def run(cta: Cta, mask: np.ndarray) -> None:
         columns = [address(cta, mask).tolist() for address in addresses]

@@ -56,7 +56,7 @@ class Program:
     static_bytes: int = 0
     dynamic: set[str] = field(default_factory=set)  # names of the extern array
     param_bytes: int = 0
-    params: set[str] = field(default_factory=set)
+    params: dict[str, int] = field(default_factory=dict)  # offset of each
     moved_params: set[int] = field(default_factory=set)  # registers that stand for a function's .param variables
 
 
@@ -109,7 +109,8 @@ class _Function:
         self.labels: dict[str, int] = {}
         self.pending: list[tuple[Instruction, str, dict[str, Any]]] = []
         self.results = [self.parameter(text) for text in (match[2] or "").split(",") if text.strip()]
-        self.parameters = [self.parameter(text) for text in (match[4] or "").split(",") if text.strip()]
+        kind = self.entry_parameter if self.is_entry else self.parameter
+        self.parameters = [kind(text) for text in (match[4] or "").split(",") if text.strip()]
         self.return_register = self.new("return", 8)
 
     def new(self, name: str, num_bytes: int) -> Register:
@@ -118,16 +119,23 @@ class _Function:
         self.scopes[-1][name] = register
         return register
 
-    def parameter(self, text: str) -> Any:
+    def entry_parameter(self, text: str) -> Symbol:
+        """A kernel's parameter: memory, one behind the other."""
         match = _VARIABLE.search(text)
         if match is None:
             raise ValueError(f"parameter: cannot read {text!r}")
-        if self.is_entry and match[4]:  # one block of bytes: the parameter struct
-            self.program.params.add(match[3])
-            self.program.param_bytes += int(match[4] or SIZES[match[2][1:]])
-            if len(self.program.params) > 1:
-                raise ValueError("entry: expected one parameter, a struct")
-            return Symbol(match[3])
+        num_bytes = SIZES[match[2][1:]] * int(match[4] or 1)
+        alignment = int(match[1] or num_bytes)
+        offset = -(-self.program.param_bytes // alignment) * alignment
+        self.program.params[match[3]] = offset
+        self.program.param_bytes = offset + num_bytes
+        return Symbol(match[3])
+
+    def parameter(self, text: str) -> Register:
+        """A function's parameter, or an argument of a call."""
+        match = _VARIABLE.search(text)
+        if match is None:
+            raise ValueError(f"parameter: cannot read {text!r}")
         register = self.new(match[3], SIZES[match[2][1:]])
         self.program.moved_params.add(register.index)
         return register
@@ -222,6 +230,9 @@ class _Function:
         if text[0] == "{":
             return [self.operand(part) for part in text[1:-1].split(",")]
         if text[0] == "[":
+            if "{" in text:  # a tensor map and coordinates
+                base, _, coordinates = text[1:-1].partition(",")
+                return [self.operand(f"[{base}]"), self.operand(coordinates)]
             base, _, offset = text[1:-1].partition("+")
             return Memory(self.operand(base), int(offset or "0", 0))
         if "|" in text:
@@ -231,7 +242,7 @@ class _Function:
                 return scope[text]
         if text in self.program.shared or text in self.program.dynamic or text in self.program.params:
             return Symbol(text)
-        if re.fullmatch(r"-?\d\w*|%[a-z_]+(\.[xyz])?|_", text):
+        if re.fullmatch(r"-?\d[\w.]*|%[a-z_]+(\.[xyz])?|_", text):
             return text
         raise ValueError(f"PTX: unknown operand {text}")
 

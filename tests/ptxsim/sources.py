@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 
 from cupy.cuda import nvrtc
 
@@ -32,20 +33,38 @@ def included(name: str) -> frozenset[str]:
 
 
 def program(kernel: str, file: str, arch: str, num_ranks: int, constants: dict[str, int], patch: Patch) -> Program:
-    """A kernel of cuda_src as NVRTC compiles it, with `patch` applied to the sources. Raises PatchError."""
-    concerned = tuple(part for part in patch if part[0] in included(f"kernels/{file}.cu"))
-    return _program(kernel, f"kernels/{file}.cu", arch, num_ranks, tuple(constants.items()), concerned)
+    """A kernel of dispatch or combine as NVRTC compiles it, with `patch` applied to the sources. Raises PatchError."""
+    return requested(jit.Request(file, arch, plan.prelude(num_ranks, dict(constants))), kernel, patch)
+
+
+def requested(request: jit.Request, kernel: str, patch: Patch = ()) -> Program:
+    """The same for any kernel, as the package would build it."""
+    concerned = tuple(part for part in patch if part[0] in included(f"kernels/{request.kernel}.cu"))
+    return _program(kernel, f"kernels/{request.kernel}.cu", request.arch, request.prelude, concerned)
 
 
 @functools.lru_cache(maxsize=256)
-def _program(kernel: str, name: str, arch: str, num_ranks: int, constants: tuple[tuple[str, int], ...],
-             patch: Patch) -> Program:
+def _program(kernel: str, name: str, arch: str, prelude: str, patch: Patch) -> Program:
     texts = dict(sources())
     for file, old, new in patch:
         if texts[file].count(old) != 1:
             raise PatchError(f"{file}: expected the text once, found it {texts[file].count(old)} times: {old}")
         texts[file] = texts[file].replace(old, new)
-    source = f'{plan.prelude(num_ranks, dict(constants))}\n#line 1 "{name}"\n{texts[name]}'
+    source = f'{prelude}\n#line 1 "{name}"\n{texts[name]}'
+    return _compiled(source, name, texts, arch, kernel)
+
+
+def text(file: Path, kernel: str, replacements: tuple[tuple[str, str], ...]) -> Program:
+    """A kernel of a file that is no part of cuda_src but includes it."""
+    source = file.read_text()
+    for old, new in replacements:
+        if source.count(old) != 1:
+            raise PatchError(f"{file.name}: expected the text once, found it {source.count(old)} times: {old}")
+        source = source.replace(old, new)
+    return _compiled(source, file.name, sources(), "sm_90", kernel)
+
+
+def _compiled(source: str, name: str, texts: dict[str, str], arch: str, kernel: str) -> Program:
     headers = [key for key in texts if key.endswith(".cuh")]
     contents = [texts[key].encode() for key in headers]
     handle = nvrtc.createProgram(source, name, contents, [key.encode() for key in headers])

@@ -133,6 +133,12 @@ class Arena:
         inside = offset >= 0 and offset + array.nbytes <= self.num_bytes
         return offset if inside and array.flags.c_contiguous and offset % 16 == 0 else None
 
+    def peer_view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+        """An array over a peer's arena; valid until close."""
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        memory = cupy.cuda.UnownedMemory(self.addresses[rank] + offset, num_bytes, self, self._device)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
     def close(self, *, collective: bool) -> None:
         """Frees the memory, once its last array is gone. After an error a peer may still write: then it is kept."""
         self._close_opened()

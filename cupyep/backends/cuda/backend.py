@@ -208,6 +208,12 @@ class CudaBackend(Session):
             raise TypeError(f"stream: expected a cupy.cuda.Stream, got {type(stream).__name__}")
         self._arena.record_stream(array.data.ptr, stream)
 
+    def _offset_of(self, array: cupy.ndarray) -> int | None:
+        return self._arena.offset_of(array)
+
+    def _peer_view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+        return self._arena.peer_view(rank, offset, shape, dtype)
+
     def comm_stream(self) -> cupy.cuda.Stream:
         return self._comm_stream.stream
 

@@ -47,7 +47,7 @@ class Usage(NamedTuple):
 
 
 def source_root() -> Path:
-    """The folder of the CUDA sources: cupyep/cuda_src of an installed wheel, else cuda_src of the checkout."""
+    """The folder of the CUDA sources, for -I: cupyep/cuda_src of an installed wheel, else cuda_src of the checkout."""
     package = Path(__file__).resolve().parents[2]
     for folder in (package / "cuda_src", package.parent / "cuda_src"):
         if folder.is_dir():

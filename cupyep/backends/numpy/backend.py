@@ -103,6 +103,13 @@ class NumpyBackend(Backend):
         dtype = np.dtype(dtype)
         return self._arena.block(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
 
+    def _offset_of(self, array: np.ndarray) -> int | None:
+        return self._arena.offset_of(array)
+
+    def _peer_view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        return self._arena.memories[rank][offset : offset + num_bytes].view(dtype).reshape(shape)
+
     def record_stream(self, array: Any, stream: Any) -> None:
         pass  # operations are complete when they return
 

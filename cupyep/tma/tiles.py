@@ -1,0 +1,229 @@
+"""Tiles of tensor maps: one at a time, to look at, or all of them, to copy a tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cupyep import abi, checks, layout
+from cupyep.backends.cuda import jit
+from cupyep.tma import arrays, copies
+from cupyep.tma import launch as launches
+from cupyep.tma.launch import Launch, Target
+from cupyep.tma.tensor_map import TensorMap, swizzled
+
+MAX_TILES = 2**31 - 1
+LINE = 1024  # bytes after which a swizzle repeats
+_MBARRIER_BYTES = 16  # of shared memory, beside a single tile
+
+
+def load_tile(tensor_map: TensorMap, coordinates: Sequence[int], *, raw: bool = False, stream: Any = None) -> Any:
+    """One tile, as a kernel finds it in shared memory after a TMA load.
+
+    Args:
+        tensor_map: with interleave "none".
+        coordinates: of the tile's first element, along each axis of the array; any, also outside of it.
+        raw: as `[tile_bytes]` uint8, in the order in which bytes lie in shared memory (see swizzled).
+        stream: CuPy stream; None: the current one.
+
+    Returns: `[*tile_shape]`, an array of the map's kind and dtype. Outside of the array it holds the fill.
+    Raises: TypeError, ValueError; UnsupportedDeviceError before compute capability 9.0.
+    Sync: on `stream`; the host does not wait. Source: PTX ISA, cp.async.bulk.tensor.
+    """
+    coordinates = _check(tensor_map, coordinates)
+    if arrays.is_numpy(tensor_map.array):
+        tile = gather(tensor_map, coordinates)
+        if not raw:
+            return tile
+        image = np.empty(tensor_map.tile_bytes, np.uint8)
+        image[swizzled(np.arange(image.size), tensor_map.swizzle)] = tile.reshape(-1).view(np.uint8)
+        return image
+    import cupy
+
+    with launches.on(stream):
+        target = _target("tma.load_tile")
+        out = cupy.empty(tensor_map.tile_bytes, np.uint8)
+        launches.run(plan_tile("load_tile", target, tensor_map, tensor_map.descriptor, coordinates, out.data.ptr, raw))
+        return out if raw else out.view(tensor_map.dtype).reshape(tensor_map.tile_shape)
+
+
+def store_tile(tensor_map: TensorMap, coordinates: Sequence[int], tile: Any, *, stream: Any = None) -> Any:
+    """Writes one tile by a TMA store; what lies outside of the array is dropped.
+
+    Args: tensor_map, coordinates, stream: as of load_tile, without element_strides; tile: `[*tile_shape]`,
+        C-contiguous, 16-byte aligned, of the map's kind and dtype.
+    Returns: an event. Raises, Sync: as load_tile.
+    """
+    coordinates = _check(tensor_map, coordinates)
+    _check_writable("tensor_map", tensor_map)
+    tile = arrays.asarray("tile", tile)
+    if arrays.is_numpy(tile) != arrays.is_numpy(tensor_map.array) or tile.dtype != tensor_map.dtype:
+        raise TypeError(f"tile: expected {tensor_map.dtype} where the map's array is, got {tile.dtype} of {type(tile)}")
+    if tile.shape != tensor_map.tile_shape:
+        raise ValueError(f"tile: expected shape {tensor_map.tile_shape}, got {tile.shape}")
+    arrays.contiguous("tile", tile)
+    if arrays.is_numpy(tile):
+        scatter(tensor_map, coordinates, tile)
+        return launches.done()
+    if arrays.address(tile) % 16:
+        raise ValueError(f"tile: expected an address that is a multiple of 16, got {arrays.address(tile):#x}")
+    with launches.on(stream):
+        target = _target("tma.store_tile")
+        where = arrays.address(tile)
+        return launches.run(plan_tile("store_tile", target, tensor_map, tensor_map.descriptor, coordinates, where))
+
+
+def copy_tensor(
+    dst_map: TensorMap, src_map: TensorMap, *, num_sms: int = copies.DEFAULT_NUM_SMS, stream: Any = None
+) -> Any:
+    """Fills the whole of dst's array with the same elements of src's, tile by tile by TMA.
+
+    Where dst reaches beyond src it gets src's fill; where src reaches beyond dst it is not read.
+
+    Args:
+        dst_map, src_map: of one rank, dtype, box and swizzle, without interleave and element_strides. Arrays of any
+            strides that a map allows: this also packs and unpacks.
+        num_sms, stream: as of tma.copy.
+
+    Returns: an event. Raises, Sync: as load_tile.
+    """
+    for name, tensor_map in (("dst_map", dst_map), ("src_map", src_map)):
+        _check_map(name, tensor_map)
+        _check_writable(name, tensor_map)
+    for field in ("dtype", "box", "swizzle"):
+        if (ours := getattr(dst_map, field)) != (theirs := getattr(src_map, field)):
+            raise ValueError(f"src_map.{field}: expected {ours} as dst_map has, got {theirs}")
+    arrays.pair(dst_map.array, src_map.array)
+    if arrays.is_numpy(dst_map.array):
+        for corner in itertools.product(*(range(0, n, b) for n, b in zip(dst_map.shape, dst_map.box, strict=True))):
+            scatter(dst_map, corner, gather(src_map, corner))
+        return launches.done()
+    with launches.on(stream):
+        target = _target("tma.copy_tensor")
+        num_sms = launches.num_sms(target, num_sms)
+        arrays.reach(dst_map.array, src_map.array)
+        return launches.run(plan_copy_tensor(target, dst_map, (dst_map.descriptor, src_map.descriptor), num_sms))
+
+
+def plan_tile(
+    function: str,
+    target: Target,
+    tensor_map: TensorMap,
+    descriptor: np.ndarray,
+    coordinates: Sequence[int],
+    tile: int,
+    raw: bool = False,
+) -> Launch:
+    """The launch that loads or stores one tile; `tile` is the address of its own memory."""
+    _check_size(tensor_map, target.smem_limit - _MBARRIER_BYTES)
+    pieces = 0 if raw else swizzled(7 << 7, tensor_map.swizzle) >> 4 & 7
+    constants = {"kRank": len(tensor_map.box), "kTileBytes": tensor_map.tile_bytes, "kSwizzlePieces": pieces}
+    ring = {"kWarps": 4, "kStages": 2, "kSlotBytes": 128, "kSlotStateBytes": copies.SLOT_STATE_BYTES}  # of copy_tensor
+    params = abi.TILE_PARAMS(tile=tile, coordinates=_innermost_first(coordinates))
+    smem_bytes = tensor_map.tile_bytes + _MBARRIER_BYTES
+    return _launch(function, target, {**constants, **ring}, 1, 128, smem_bytes, (descriptor, params))
+
+
+def plan_copy_tensor(
+    target: Target,
+    dst_map: TensorMap,
+    descriptors: tuple[np.ndarray, np.ndarray],
+    num_sms: int,
+    ring: copies.Ring | None = None,
+) -> Launch:
+    """The launch that copies all tiles of `dst_map`. descriptors: of dst and src."""
+    slot_bytes = layout.align(dst_map.tile_bytes)
+    if ring is None:
+        most = target.smem_limit // (slot_bytes + copies.SLOT_STATE_BYTES)  # slots of a CTA
+        num_warps = next((warps for warps in (4, 2) if most // warps >= 3), 1)
+        ring = copies.Ring(num_warps, max(2, min(12, most // num_warps)), slot_bytes)
+    _check_size(dst_map, target.smem_limit // 2 - 2 * copies.SLOT_STATE_BYTES)
+    along = [math.ceil(size / box) for size, box in zip(dst_map.shape, dst_map.box, strict=True)]
+    if math.prod(along) > MAX_TILES or max(dst_map.shape) > MAX_TILES:
+        raise ValueError(f"dst_map: expected at most {MAX_TILES:,} tiles and elements per axis, got {along} tiles")
+    params = abi.TILES_PARAMS(
+        num_tiles_along=_innermost_first(along), box=_innermost_first(dst_map.box), num_tiles=math.prod(along)
+    )
+    constants = {"kRank": len(along), "kTileBytes": dst_map.tile_bytes, "kSwizzlePieces": 0, **ring.constants()}
+    smem_bytes, num_threads = ring.smem_bytes, ring.num_warps * 32
+    return _launch("copy_tensor", target, constants, num_sms, num_threads, smem_bytes, (*descriptors, params))
+
+
+def gather(tensor_map: TensorMap, coordinates: Sequence[int]) -> np.ndarray:
+    """A tile by NumPy."""
+    inside, where = _overlap(tensor_map, coordinates)
+    fill = 0 if tensor_map.oob_fill == "zeros" else np.nan
+    tile = np.full(tensor_map.tile_shape, fill, tensor_map.dtype)
+    tile[inside] = tensor_map.array[where]
+    return tile
+
+
+def scatter(tensor_map: TensorMap, coordinates: Sequence[int], tile: np.ndarray) -> None:
+    """Writes a tile by NumPy."""
+    inside, where = _overlap(tensor_map, coordinates)
+    tensor_map.array[where] = tile[inside]
+
+
+def _overlap(tensor_map: TensorMap, coordinates: Sequence[int]) -> tuple[tuple, tuple]:
+    """Index arrays, into the tile and into the array, of what both have."""
+    inside, where = [], []
+    axes = zip(coordinates, tensor_map.tile_shape, tensor_map.element_strides, tensor_map.shape, strict=True)
+    for first, count, stride, size in axes:
+        index = first + np.arange(count) * stride
+        valid = np.flatnonzero((index >= 0) & (index < size))
+        inside.append(valid)
+        where.append(index[valid])
+    return np.ix_(*inside), np.ix_(*where)
+
+
+def _launch(
+    function: str,
+    target: Target,
+    constants: dict[str, int],
+    num_ctas: int,
+    num_threads: int,
+    smem_bytes: int,
+    arguments: tuple[np.ndarray, ...],
+) -> Launch:
+    prelude = launches.prelude(constants, abi.TILES_PARAMS, abi.TILE_PARAMS)
+    request = jit.Request("tma_tiles", target.arch, prelude)
+    return Launch(request, function, num_ctas, num_threads, smem_bytes, arguments)
+
+
+def _target(what: str) -> Target:
+    target = launches.target(what)
+    target.require_tma(what)
+    return target
+
+
+def _innermost_first(values: Sequence[int]) -> list[int]:
+    return [*values[::-1], *[0] * (5 - len(values))]
+
+
+def _check_map(name: str, tensor_map: TensorMap) -> None:
+    if not isinstance(tensor_map, TensorMap):
+        raise TypeError(f"{name}: expected a TensorMap, got {type(tensor_map).__name__}")
+    if tensor_map.interleave != "none":
+        raise ValueError(f"{name}.interleave: expected none here, got {tensor_map.interleave}")
+
+
+def _check(tensor_map: TensorMap, coordinates: Sequence[int]) -> tuple[int, ...]:
+    _check_map("tensor_map", tensor_map)
+    if len(coordinates) != len(tensor_map.shape):
+        raise ValueError(f"coordinates: expected {len(tensor_map.shape)}, one per axis, got {len(coordinates)}")
+    named = ((f"coordinates[{axis}]", value) for axis, value in enumerate(coordinates))
+    return tuple(checks.integer(name, value, -(2**31), 2**31 - 1) for name, value in named)
+
+
+def _check_writable(name: str, tensor_map: TensorMap) -> None:
+    if any(stride != 1 for stride in tensor_map.element_strides):
+        raise ValueError(f"{name}.element_strides: expected all 1, got {tensor_map.element_strides}")
+
+
+def _check_size(tensor_map: TensorMap, most: int) -> None:
+    if tensor_map.tile_bytes > most:
+        raise ValueError(f"box: expected a tile of at most {most:,} bytes, got {tensor_map.tile_bytes:,}")

@@ -1,0 +1,46 @@
+"""Buffer.peer_arrays: ranks write into each other's arenas and read from them, by tma.copy and copy_rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from multirank import checks
+
+import cupyep
+from cupyep import tma
+
+NUM_RANKS, ROWS, COLUMNS = 3, 40, 100
+
+
+def content(xp, rank):
+    return (xp.arange(ROWS * COLUMNS, dtype=np.int32) + 1_000_000 * rank).reshape(ROWS, COLUMNS)
+
+
+def exchange(comm, backend):
+    xp = checks.namespace(backend)
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    with cupyep.Buffer(comm, 1 << 20, backend=backend, timeout_s=checks.TIMEOUT_S) as buffer:
+        ours, rows = buffer.empty((ROWS, COLUMNS), np.int32), buffer.empty((comm.rank + 1, COLUMNS), np.int32)
+        ours[...], rows[...] = -1, 0
+        every, every_rows = buffer.peer_arrays(ours), buffer.peer_arrays(rows)
+        assert every[comm.rank] is ours and [len(theirs) for theirs in every_rows] == [1, 2, 3][: comm.size]
+        buffer.barrier().synchronize()
+        tma.copy(every[right], content(xp, comm.rank), num_sms=2).synchronize()
+        buffer.barrier().synchronize()
+        assert (ours == content(xp, left)).all()  # pushed
+        fetched = xp.zeros((ROWS, COLUMNS), np.int32)
+        tma.copy_rows(fetched, None, every[left], list(range(ROWS))[::-1], num_sms=2).synchronize()
+        assert (fetched[::-1] == content(xp, (left - 1) % comm.size)).all()  # pulled
+        buffer.barrier().synchronize()
+        for turn in range(comm.size):  # one adds to everybody, then the next
+            for theirs in every_rows if turn == comm.rank else ():
+                tma.reduce_add(theirs[:1], xp.ones((1, COLUMNS), np.int32), num_sms=1).synchronize()
+            buffer.barrier().synchronize()
+        assert (rows[:1] == comm.size).all() and not rows[1:].any()
+        with pytest.raises(ValueError, match="array: expected a C-contiguous one of this Buffer's arena"):
+            buffer.peer_arrays(xp.zeros(4, np.int32))
+        buffer.barrier().synchronize()
+
+
+def test_copies_between_arenas(run_ranks, backend):
+    run_ranks(NUM_RANKS, exchange, backend)
