@@ -20,29 +20,35 @@ struct Destinations {
   u32 capacity[cfg::kNumRanks];  // rows that the block holds
 };
 
-constexpr u32 kSideBatch = 16;  // tokens that a lane has under way: the latency of a turn, not its work, takes the time
+constexpr u32 kSideBatch = 8;  // tokens that a lane has under way
 
 // All of our CTA's tokens, `per_turn` side by side: this lane takes number `mine` of each turn (per_turn: none). Calls
-// load(j, token) for kSideBatch tokens, then store(j, rank, row) for every rank that gets one of them.
+// load(j, token) for kSideBatch tokens, then store(j, rank, row) for every rank that gets one of them. Past the end the
+// last token is loaded again: loads under a condition would wait for each other.
 template <typename Load, typename Store>
 __device__ __forceinline__ void for_each_side_row(const PushParams& p, const Destinations& to, u32 per_turn, u32 mine,
                                                   Load load, Store store) {
   if (mine >= per_turn) return;
-  const int* orders = reinterpret_cast<const int*>(p.order);
   for (u32 turn = blockIdx.x * per_turn * kSideBatch; turn < p.num_tokens; turn += gridDim.x * per_turn * kSideBatch) {
     if (aborted(p.sync)) return;
+    u32 tokens[kSideBatch];
 #pragma unroll
     for (u32 j = 0; j < kSideBatch; ++j) {
-      if (turn + j * per_turn + mine < p.num_tokens) load(j, turn + j * per_turn + mine);
+      tokens[j] = min(turn + j * per_turn + mine, p.num_tokens - 1);
+      load(j, tokens[j]);
     }
 #pragma unroll 2
     for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
+      int orders[kSideBatch];
 #pragma unroll
       for (u32 j = 0; j < kSideBatch; ++j) {
-        const u32 token = turn + j * per_turn + mine;
-        const int order = token < p.num_tokens ? orders[static_cast<u64>(token) * cfg::kNumRanks + rank] : -1;
-        const u32 row = to.base[rank] + static_cast<u32>(order);
-        if (order >= 0 && row < to.capacity[rank]) store(j, rank, row);
+        orders[j] = reinterpret_cast<const int*>(p.order)[static_cast<u64>(tokens[j]) * cfg::kNumRanks + rank];
+      }
+#pragma unroll
+      for (u32 j = 0; j < kSideBatch; ++j) {
+        const u32 row = to.base[rank] + static_cast<u32>(orders[j]);
+        const bool ours = turn + j * per_turn + mine < p.num_tokens && orders[j] >= 0;
+        if (ours && row < to.capacity[rank]) store(j, rank, row);
       }
     }
   }

@@ -11,29 +11,37 @@
 
 using namespace cupyep;
 
+// Loads under a condition would wait for each other: past the end the last token is taken again, and where a token has
+// no row, a word of our own is loaded and not used.
 __device__ __forceinline__ void pull_weights(const PullParams& p, const Sources& from) {
-  constexpr u32 kBatch = 16;  // tokens that a lane has under way: the latency of a turn, not its work, takes the time
+  constexpr u32 kBatch = 8;  // tokens that a lane has under way
   const u32 lane = threadIdx.x % 32, num_topk = p.post.num_topk, per_turn = 32 / num_topk;
   const u32 column = lane % num_topk;
+  const int* orders = reinterpret_cast<const int*>(p.order);
   float* out = reinterpret_cast<float*>(p.out_weights);
   if (lane >= per_turn * num_topk) return;
   for (u32 turn = blockIdx.x * per_turn * kBatch; turn < p.num_tokens; turn += gridDim.x * per_turn * kBatch) {
     if (aborted(p.sync)) return;
-    const u32 first = turn + lane / num_topk;
+    u32 tokens[kBatch];
     float sums[kBatch] = {};
+#pragma unroll
+    for (u32 j = 0; j < kBatch; ++j) tokens[j] = min(turn + j * per_turn + lane / num_topk, p.num_tokens - 1);
 #pragma unroll 2
     for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
+      int order[kBatch];
+      float weights[kBatch];
+#pragma unroll
+      for (u32 j = 0; j < kBatch; ++j) order[j] = orders[static_cast<u64>(tokens[j]) * cfg::kNumRanks + rank];
 #pragma unroll
       for (u32 j = 0; j < kBatch; ++j) {
-        const int order = order_at(p, first + j * per_turn, rank);
-        if (order >= 0) sums[j] = __fadd_rn(sums[j], from.weights[rank][static_cast<u64>(order) * num_topk + column]);
+        const float* there = from.weights[rank] + static_cast<u64>(static_cast<u32>(order[j])) * num_topk + column;
+        weights[j] = *(order[j] >= 0 ? there : reinterpret_cast<const float*>(orders));
       }
+#pragma unroll
+      for (u32 j = 0; j < kBatch; ++j) sums[j] = order[j] >= 0 ? __fadd_rn(sums[j], weights[j]) : sums[j];
     }
 #pragma unroll
-    for (u32 j = 0; j < kBatch; ++j) {
-      const u32 token = first + j * per_turn;
-      if (token < p.num_tokens) out[static_cast<u64>(token) * num_topk + column] = sums[j];
-    }
+    for (u32 j = 0; j < kBatch; ++j) out[static_cast<u64>(tokens[j]) * num_topk + column] = sums[j];
   }
 }
 

@@ -1,7 +1,7 @@
 """What is faster, and why: dispatch and combine from bytes and rates, and pipelines of loads and computations.
 
-machine.py holds what a GPU can do, times.py what an operation costs on it, sms.py where more SMs stop helping; no tuning
-tables. pipeline.py predicts what overlap buys. Units: bytes, seconds, GB/s = 1e9 bytes per second. Imports no CuPy.
+machine.py holds what a GPU can do, times.py what an operation costs on it, sms.py where more SMs stop helping; no
+tuning tables. pipeline.py predicts what overlap buys. Units: bytes, seconds, GB/s = 1e9 bytes per second. No CuPy.
 """
 
 from cupyep.model.machine import Machine

@@ -226,6 +226,7 @@ ERRORS = [
     errors.ArenaExhaustedError(1024, 512, 3),
     errors.TopologyError("no peer access", [[None, "another host"], ["another host", None]]),
     errors.CompileError("push.cu", "error: expected a ;"),
+    errors.UnsupportedDeviceError("tma.copy", "9.0", "8.0"),
 ]
 
 

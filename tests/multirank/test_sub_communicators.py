@@ -45,10 +45,17 @@ ONE_GROUP = "expected one group of threads at a time on GPU"  # a group's librar
 
 def test_two_pairs(run_ranks, backend):
     if backend == "cuda" and run_ranks is launch.threads and num_gpus() < 4:
-        with pytest.raises(cupyep.StateError, match=ONE_GROUP):
-            run_ranks(4, two_pairs, backend)
+        run_ranks(4, second_group, backend)
     else:
         run_ranks(4, two_pairs, backend)
+
+
+def second_group(comm, backend):
+    """Refused while another group of threads has a Buffer open at the same GPU, which goes on."""
+    with checks.open_buffer(comm, WHOLE, backend) as whole:
+        with pytest.raises(cupyep.StateError, match=ONE_GROUP):
+            checks.open_buffer(comm.Split(color=comm.rank % 2, key=comm.rank), EVEN, backend)
+        checks.run_case(comm, WHOLE, backend, whole)
 
 
 def num_gpus():

@@ -25,11 +25,17 @@ class Claim:
     device: int
     num_sms: int
     ranks_per_device: int  # of all processes
-    threads: frozenset[int]  # their identifiers
+    threads: frozenset[int]  # identifiers of these ranks' threads
 
 
 _claims: list[Claim] = []
 _claims_lock = threading.Lock()
+
+
+def claims(device: int) -> list[Claim]:
+    """What is taken of `device`. Threads that ended without closing their Buffer hold nothing."""
+    alive = {thread.ident for thread in threading.enumerate()}
+    return [claim for claim in _claims if claim.device == device and claim.threads <= alive]
 
 
 def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_s: float | None) -> Claim:
@@ -43,8 +49,7 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     described: list[Any] = []
     comm.together("choose device", lambda: described.append(_describe(device, comm)), timeout_s=timeout_s)
     ordinal, bus_id, total_sms = described[0]
-    reserved = sum(claim.num_sms for claim in _claims if claim.device == ordinal)
-    mine = bus_id, reserved, threading.get_ident() if comm.in_process else comm.rank
+    mine = bus_id, sum(claim.num_sms for claim in claims(ordinal)), threading.get_ident()
     everyone = comm.allgather(mine, operation="choose device", timeout_s=timeout_s)
     sharing = [rank for rank, (bus, *_) in enumerate(everyone) if bus == bus_id]
     available = total_sms // len(sharing) - max(everyone[rank][1] for rank in sharing)
@@ -56,7 +61,8 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
             stacklevel=5,
         )
     budget = default_budget(available, machine(ordinal), comm.size, len(sharing)) if num_sms is None else num_sms
-    claim = Claim(ordinal, budget, len(sharing), frozenset(everyone[rank][2] for rank in sharing))
+    threads = [everyone[rank][2] for rank in sharing] if comm.in_process else [threading.get_ident()]
+    claim = Claim(ordinal, budget, len(sharing), frozenset(threads))
 
     def take() -> None:
         if budget > available:
@@ -68,10 +74,8 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
         if comm.in_process and comm.rank != sharing[0]:
             return
         with _claims_lock:
-            alive = {thread.ident for thread in threading.enumerate()}  # who forgot to close no longer counts
-            open_here = (other.threads for other in _claims if other.device == ordinal and other.threads <= alive)
-            groups = {threads for threads in (claim.threads, *open_here) if len(threads) > 1}
-            if comm.in_process and len(groups) > 1:
+            groups = {other.threads for other in (claim, *claims(ordinal)) if len(other.threads) > 1}
+            if len(groups) > 1:
                 raise StateError(
                     f"comm: expected one group of threads at a time on GPU {bus_id}, got a second while another has a "
                     "Buffer open; use processes for groups side by side"
