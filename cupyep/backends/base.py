@@ -108,7 +108,8 @@ class Backend(ABC):
         """
         if shape in self._prepared and most_tokens <= self.capacity.max_tokens_per_rank:
             return
-        max_tokens, heap = max(self.capacity.max_tokens_per_rank, align(most_tokens)), self.capacity.heap_bytes
+        rounded = most_tokens if self.agreed_max_tokens else align(most_tokens)
+        max_tokens, heap = max(self.capacity.max_tokens_per_rank, rounded), self.capacity.heap_bytes
         if not self._config.num_nvl_bytes:
             heap = max(heap, BLOCKS_PER_ARENA * shape.rows.offsets(self._comm.size * max_tokens)["num_bytes"])
         grown = Capacity(max_tokens, heap)

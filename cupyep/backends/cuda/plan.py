@@ -73,10 +73,11 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
 
 
 def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan:
-    """PULL: groups of consumer warps, each with a loader and a ring of row slots.
+    """PULL: groups of consumer warps, each with a loader and a ring of slots.
 
     Adding is bound by the SM's issue slots, so threads take many vectors (seven: four warps take a row of 14,336 bytes)
-    and there are as many groups as registers allow. Longer rows are split by columns.
+    and there are as many groups as registers allow. Longer rows are split by columns. A slot takes all rows of a token,
+    or four, where rings of three such slots leave room for enough groups; else each row has a slot of its own.
     """
     row_bytes = shape.rows.row_bytes
     num_chunks = math.ceil(row_bytes / 14336)
@@ -85,9 +86,11 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
     num_vecs = math.ceil(chunk_bytes / 16)
     consumer_warps = math.ceil(num_vecs / (32 * 7))
     vecs_per_thread = math.ceil(num_vecs / (32 * consumer_warps))
-    groups = max(1, min(8, 15 // (consumer_warps + 1)))
     available = smem_limit - _STATIC_BYTES - 16 * num_ranks
-    rows_per_slot = max(1, min(num_ranks, 4, 8192 // slot_bytes))
+    rows_per_slot, most_groups = min(num_ranks, 4), max(1, min(8, 15 // (consumer_warps + 1)))
+    groups = min(most_groups, available // (3 * (rows_per_slot * slot_bytes + 20)))
+    if groups * consumer_warps < 7:
+        rows_per_slot, groups = 1, most_groups
     stage_bytes = rows_per_slot * slot_bytes + 20
     slots = min(16, available // groups // stage_bytes)
     num_threads = (groups * (consumer_warps + 1) + 1) * 32
