@@ -87,8 +87,6 @@ class Scheduler:
 
     def step(self) -> None:
         rng = self.rng
-        if self.steps > MAX_STEPS:
-            raise SimulationError(f"lost progress: {self.everywhere()}")
         if rng.random() < self.land:
             self.land_one()
         if rng.random() < self.drain:
@@ -140,6 +138,8 @@ class Scheduler:
         cta.parked[mask] = -1
         while True:
             self.steps += 1
+            if self.steps > MAX_STEPS:
+                raise SimulationError(f"lost progress: {self.everywhere()}")
             compiled = code[pc]
             active = mask
             cta.place = pc
