@@ -122,8 +122,9 @@ def plan_copy(
     num_chunks = max(1, math.ceil(rows.row_bytes / most))
     chunk_bytes = layout.align(math.ceil(rows.row_bytes / num_chunks))
     num_chunks = max(1, math.ceil(rows.row_bytes / chunk_bytes)) if chunk_bytes else 1
-    if rows.num_rows * num_chunks > MAX_UNITS:
-        raise ValueError(f"src_rows: expected at most {MAX_UNITS:,} pieces of rows, got {rows.num_rows * num_chunks:,}")
+    num_rows = rows.num_rows if rows.row_bytes else 0  # a bulk copy of no bytes is none
+    if num_rows * num_chunks > MAX_UNITS:
+        raise ValueError(f"src_rows: expected at most {MAX_UNITS:,} pieces of rows, got {num_rows * num_chunks:,}")
     constants = {
         "kMoverTma": plan.MOVERS["tma"],
         "kMover": plan.MOVERS[mover],
@@ -144,7 +145,7 @@ def plan_copy(
         row_bytes=rows.row_bytes,
         chunk_bytes=chunk_bytes,
         num_chunks=num_chunks,
-        num_rows=rows.num_rows,
+        num_rows=num_rows,
         num_src_rows=rows.num_src_rows,
         num_dst_rows=rows.num_dst_rows,
         head_bytes=rows.head_bytes,
