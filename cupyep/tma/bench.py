@@ -104,9 +104,10 @@ def memcpy_gbps(num_bytes: int) -> float:
 
 def bench_copy(target: Target) -> None:
     num_bytes = 1 << 30
-    print(f"copy of 1 GiB, GB/s; cudaMemcpyAsync {memcpy_gbps(num_bytes):.0f}")
+    print(f"copy of 1 GiB, GB/s by TMA and by vectors; cudaMemcpyAsync {memcpy_gbps(num_bytes):.0f}")
     for num_sms in (n for n in SMS if n <= target.num_sms):
-        print(f"  {num_sms:4} SMs {copy_gbps(num_bytes, num_sms):7.0f}", flush=True)
+        figures = [copy_gbps(num_bytes, num_sms, mover=mover) for mover in ("tma", "vector")]
+        print(f"  {num_sms:4} SMs {figures[0]:7.0f} {figures[1]:7.0f}", flush=True)
 
 
 def bench_rings(target: Target) -> None:
@@ -118,6 +119,10 @@ def bench_rings(target: Target) -> None:
         if 96 << 10 <= ring.smem_bytes <= target.smem_limit:
             figures = [copy_gbps(1 << 30, num_sms, ring) for num_sms in (8, target.num_sms)]
             print(f"  {warps:2} warps x {stages:2} x {slot:5} B {figures[0]:7.0f} {figures[1]:7.0f}", flush=True)
+    for warps, slot in itertools.product((8, 16, 32), (4096, 8192, 16384)):
+        ring = copies.Ring(warps, 1, slot)
+        figures = [copy_gbps(1 << 30, num_sms, ring, mover="vector") for num_sms in (8, target.num_sms)]
+        print(f"  {warps:2} warps of vectors, {slot:5} B {figures[0]:7.0f} {figures[1]:7.0f}", flush=True)
 
 
 def bench_tiles(target: Target) -> None:

@@ -107,11 +107,12 @@ def plan_copy(
     add: abi.Add = abi.Add.NONE,
     load_hint: abi.Hint = abi.Hint.NONE,
     store_hint: abi.Hint = abi.Hint.NONE,
+    mover: str = "auto",
     ring: Ring | None = None,
 ) -> Launch:
-    """The launch that moves `rows`. ring: instead of the usual one, to try others."""
-    mover = plan.mover_of(rows.alignment, env.mover(), target.compute_capability)
-    if mover == "vector":
+    """The launch that moves `rows`. mover, ring: instead of the usual ones, to try others."""
+    mover = plan.mover_of(rows.alignment, env.mover() if mover == "auto" else mover, target.compute_capability)
+    if ring is None and mover == "vector":
         ring = VECTORS
     elif ring is None:
         ring = next((ring for ring in RINGS if ring.slot_bytes >= rows.row_bytes), RINGS[-1])
