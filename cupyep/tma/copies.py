@@ -120,10 +120,10 @@ def plan_copy(
     # A unit fills a slot, but less where there are too few of them for all warps.
     share = math.ceil(rows.row_bytes * rows.num_rows / (num_sms * ring.num_warps))
     most = min(ring.slot_bytes, max(1024, layout.align(share)))
-    num_chunks = max(1, math.ceil(rows.row_bytes / most))
-    chunk_bytes = layout.align(math.ceil(rows.row_bytes / num_chunks))
-    num_chunks = max(1, math.ceil(rows.row_bytes / chunk_bytes)) if chunk_bytes else 1
-    num_rows = rows.num_rows if rows.row_bytes else 0  # a bulk copy of no bytes is none
+    chunk_bytes, num_chunks, num_rows = most, 1, 0  # of rows of no bytes: a bulk copy of none does not exist
+    if rows.row_bytes:
+        chunk_bytes = layout.align(math.ceil(rows.row_bytes / math.ceil(rows.row_bytes / most)))  # all about as long
+        num_chunks, num_rows = math.ceil(rows.row_bytes / chunk_bytes), rows.num_rows
     if num_rows * num_chunks > MAX_UNITS:
         raise ValueError(f"src_rows: expected at most {MAX_UNITS:,} pieces of rows, got {num_rows * num_chunks:,}")
     constants = {
