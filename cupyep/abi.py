@@ -249,9 +249,11 @@ COPY_PARAMS = Struct(
     pad="u32",
 )
 # Tiles of tensor maps, innermost axis first. COPY_TENSOR: tiles per axis, and elements from one to the next. LOAD_TILE
-# and STORE_TILE: the first element, and the tile's own memory.
-TILES_PARAMS = Struct("TilesParams", num_tiles_along=("u32", 5), box=("i32", 5), num_tiles="u32")
-TILE_PARAMS = Struct("TileParams", tile="ptr", coordinates=("i32", 5), pad="u32")
+# and STORE_TILE: the first element, the tile's own memory, and which pieces of a line change places (0, 1, 3 or 7).
+TILES_PARAMS = Struct("TilesParams", num_tiles_along=("u32", 5), box=("i32", 5), num_tiles="u32", tile_bytes="u32")
+TILE_PARAMS = Struct(
+    "TileParams", tile="ptr", coordinates=("i32", 5), tile_bytes="u32", swizzle_pieces="u32", pad="u32"
+)
 KERNEL_STRUCTS = (
     POST,
     SYNC,

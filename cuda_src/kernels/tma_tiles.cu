@@ -1,6 +1,6 @@
 // COPY_TENSOR, LOAD_TILE, STORE_TILE: tiles of tensor maps through shared memory. Needs sm_90.
 //
-//   in    tensor maps of rank kRank with tiles of kTileBytes
+//   in    tensor maps of rank kRank
 //   out   the other map's tensor, or a tile in memory of its own, rows one after the other
 //   sync  none: stream order
 //   moves tiles of src to the same coordinates of dst; outside of src they are filled, outside of dst they are dropped
@@ -39,7 +39,7 @@ class Tiles {
   }
 
   __device__ __forceinline__ void load(const Unit& unit, u8* slot, u64* full) const {
-    tma::mbarrier_arrive_and_expect_tx(full, cfg::kTileBytes);
+    tma::mbarrier_arrive_and_expect_tx(full, p_.tile_bytes);
     tma::tma_load_tile<cfg::kRank>(slot, &src_, unit.coordinates, full);
   }
 
@@ -64,30 +64,30 @@ copy_tensor(const __grid_constant__ TensorMap dst, const __grid_constant__ Tenso
   copy_ring(tiles, count, smem);
 }
 
-// Where the tile's 16 bytes at `offset` lie in shared memory: bits 4.. are permuted by bits 7.. (kSwizzlePieces: 0 for
-// none, else 1, 3 or 7). The tile starts at a multiple of 1,024 bytes, so that offsets have an address's low bits.
-__device__ __forceinline__ u32 swizzled(u32 offset) { return offset ^ (offset >> 3 & cfg::kSwizzlePieces << 4); }
+// Where the tile's 16 bytes at `offset` lie in shared memory: bits 4.. are permuted by bits 7... The tile starts at a
+// multiple of 1,024 bytes, so that offsets have an address's low bits.
+__device__ __forceinline__ u32 swizzled(u32 offset, u32 pieces) { return offset ^ (offset >> 3 & pieces << 4); }
 
 extern "C" __global__ void load_tile(const __grid_constant__ TensorMap src, const __grid_constant__ TileParams p) {
   extern __shared__ __align__(1024) u8 smem[];
-  u64* full = reinterpret_cast<u64*>(smem + cfg::kTileBytes);
+  u64* full = reinterpret_cast<u64*>(smem + p.tile_bytes);
   if (threadIdx.x == 0) {
     tma::mbarrier_init(full, 1);
     tma::fence_barrier_init();  // H6
-    tma::mbarrier_arrive_and_expect_tx(full, cfg::kTileBytes);
+    tma::mbarrier_arrive_and_expect_tx(full, p.tile_bytes);
     tma::tma_load_tile<cfg::kRank>(smem, &src, p.coordinates, full);
   }
   __syncthreads();              // the others may touch the mbarrier
   tma::mbarrier_wait(full, 0);  // H1: each reader
-  for (u32 offset = 16 * threadIdx.x; offset < cfg::kTileBytes; offset += 16 * blockDim.x) {
-    *reinterpret_cast<uint4*>(p.tile + offset) = *reinterpret_cast<const uint4*>(smem + swizzled(offset));
+  for (u32 offset = 16 * threadIdx.x; offset < p.tile_bytes; offset += 16 * blockDim.x) {
+    *reinterpret_cast<uint4*>(p.tile + offset) = *reinterpret_cast<const uint4*>(smem + swizzled(offset, p.swizzle_pieces));
   }
 }
 
 extern "C" __global__ void store_tile(const __grid_constant__ TensorMap dst, const __grid_constant__ TileParams p) {
   extern __shared__ __align__(1024) u8 smem[];
-  for (u32 offset = 16 * threadIdx.x; offset < cfg::kTileBytes; offset += 16 * blockDim.x) {
-    *reinterpret_cast<uint4*>(smem + swizzled(offset)) = *reinterpret_cast<const uint4*>(p.tile + offset);
+  for (u32 offset = 16 * threadIdx.x; offset < p.tile_bytes; offset += 16 * blockDim.x) {
+    *reinterpret_cast<uint4*>(smem + swizzled(offset, p.swizzle_pieces)) = *reinterpret_cast<const uint4*>(p.tile + offset);
   }
   tma::tma_store_fence();  // H2: each writer, then the barrier
   __syncthreads();

@@ -104,9 +104,10 @@ def memcpy_gbps(num_bytes: int) -> float:
 
 def bench_copy(target: Target) -> None:
     num_bytes = 1 << 30
-    print(f"copy of 1 GiB, GB/s; cudaMemcpyAsync {memcpy_gbps(num_bytes):.0f}")
+    print(f"copy of 1 GiB, GB/s by TMA and by vectors; cudaMemcpyAsync {memcpy_gbps(num_bytes):.0f}")
     for num_sms in (n for n in SMS if n <= target.num_sms):
-        print(f"  {num_sms:4} SMs {copy_gbps(num_bytes, num_sms):7.0f}", flush=True)
+        figures = [copy_gbps(num_bytes, num_sms, mover=mover) for mover in ("tma", "vector")]
+        print(f"  {num_sms:4} SMs {figures[0]:7.0f} {figures[1]:7.0f}", flush=True)
 
 
 def bench_rings(target: Target) -> None:
@@ -118,6 +119,10 @@ def bench_rings(target: Target) -> None:
         if 96 << 10 <= ring.smem_bytes <= target.smem_limit:
             figures = [copy_gbps(1 << 30, num_sms, ring) for num_sms in (8, target.num_sms)]
             print(f"  {warps:2} warps x {stages:2} x {slot:5} B {figures[0]:7.0f} {figures[1]:7.0f}", flush=True)
+    for warps, slot in itertools.product((8, 16, 32), (4096, 8192, 16384)):
+        ring = copies.Ring(warps, 1, slot)
+        figures = [copy_gbps(1 << 30, num_sms, ring, mover="vector") for num_sms in (8, target.num_sms)]
+        print(f"  {warps:2} warps of vectors, {slot:5} B {figures[0]:7.0f} {figures[1]:7.0f}", flush=True)
 
 
 def bench_tiles(target: Target) -> None:
@@ -138,13 +143,28 @@ def bench_tiles(target: Target) -> None:
         print(f"  tiles {box!s:10} {num_sms:4} SMs {gbps:7.0f}", flush=True)
 
 
-def pipelines() -> dict[str, tuple[Pipeline, dict[str, float]]]:
-    """The three that issue figures: with their scalars."""
-    return {
-        "a * x + b": (Pipeline(6, (4096,), "float32", "a * x + b", scalars=("a", "b")), {"a": 3.0, "b": 0.5}),
-        "row softmax": (Pipeline(6, (4, 1024), "float32", SOFTMAX), {}),
-        "bf16 -> fp8": (Pipeline(6, (8192,), "bfloat16", "x", out_dtype="float8_e4m3fn"), {}),
-    }
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Of each row."""
+    e = np.exp(x - x.max(axis=1, keepdims=True))
+    return e / e.sum(axis=1, keepdims=True)
+
+
+def pipelines() -> dict[str, tuple[Pipeline, dict[str, Any]]]:
+    """Three pipelines, and the scalars to call each with."""
+    line = Pipeline(6, (4096,), "float32", "a * x + b", scalars=("a", "b"), reference=lambda x, a, b: a * x + b)
+    rows = Pipeline(6, (4, 1024), "float32", SOFTMAX, reference=softmax)
+    cast = Pipeline(6, (8192,), "bfloat16", "x", out_dtype="float8_e4m3fn", reference=lambda x: x)
+    return {"a * x + b": (line, {"a": 3.0, "b": 0.5}), "row softmax": (rows, {}), "bf16 -> fp8": (cast, {})}
+
+
+def check_pipeline(pipeline: Pipeline, y: Any, x: Any, scalars: dict[str, Any]) -> None:
+    """Raises unless the first and the last rows of y are what NumPy makes of x."""
+    for part in (slice(0, 4096), slice(-4096, None)):
+        expected = np.zeros(y[part].shape, pipeline.out_dtype)
+        pipeline(expected, x[part].get(), **scalars)
+        got = y[part].get().view(pipeline.out_dtype).astype(np.float32)
+        if not np.allclose(got, expected.astype(np.float32), rtol=1e-4, atol=1e-6):
+            raise RuntimeError(f"{pipeline.compute}: expected what NumPy computes, got something else")
 
 
 def bench_pipelines(target: Target) -> None:
@@ -158,6 +178,8 @@ def bench_pipelines(target: Target) -> None:
         x = x.astype(ml_dtypes.bfloat16) if pipeline.dtype.itemsize == 2 else x
         y = cupy.empty(x.shape, np.uint8 if pipeline.out_dtype.itemsize == 1 else pipeline.out_dtype)
         run = functools.partial(pipeline, y, x, num_sms=num_sms, **scalars)
+        run()
+        check_pipeline(pipeline, y, x, scalars)
         gbps = (x.nbytes + y.nbytes) / seconds(run) / 1e9
         print(f"  {name:12} {gbps:7.0f}, {gbps / ceiling:.0%}", flush=True)
 

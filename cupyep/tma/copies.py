@@ -107,11 +107,12 @@ def plan_copy(
     add: abi.Add = abi.Add.NONE,
     load_hint: abi.Hint = abi.Hint.NONE,
     store_hint: abi.Hint = abi.Hint.NONE,
+    mover: str = "auto",
     ring: Ring | None = None,
 ) -> Launch:
-    """The launch that moves `rows`. ring: instead of the usual one, to try others."""
-    mover = plan.mover_of(rows.alignment, env.mover(), target.compute_capability)
-    if mover == "vector":
+    """The launch that moves `rows`. mover, ring: instead of the usual ones, to try others."""
+    mover = plan.mover_of(rows.alignment, env.mover() if mover == "auto" else mover, target.compute_capability)
+    if ring is None and mover == "vector":
         ring = VECTORS
     elif ring is None:
         ring = next((ring for ring in RINGS if ring.slot_bytes >= rows.row_bytes), RINGS[-1])
@@ -119,11 +120,12 @@ def plan_copy(
     # A unit fills a slot, but less where there are too few of them for all warps.
     share = math.ceil(rows.row_bytes * rows.num_rows / (num_sms * ring.num_warps))
     most = min(ring.slot_bytes, max(1024, layout.align(share)))
-    num_chunks = max(1, math.ceil(rows.row_bytes / most))
-    chunk_bytes = layout.align(math.ceil(rows.row_bytes / num_chunks))
-    num_chunks = max(1, math.ceil(rows.row_bytes / chunk_bytes)) if chunk_bytes else 1
-    if rows.num_rows * num_chunks > MAX_UNITS:
-        raise ValueError(f"src_rows: expected at most {MAX_UNITS:,} pieces of rows, got {rows.num_rows * num_chunks:,}")
+    chunk_bytes, num_chunks, num_rows = most, 1, 0  # of rows of no bytes: a bulk copy of none does not exist
+    if rows.row_bytes:
+        chunk_bytes = layout.align(math.ceil(rows.row_bytes / math.ceil(rows.row_bytes / most)))  # all about as long
+        num_chunks, num_rows = math.ceil(rows.row_bytes / chunk_bytes), rows.num_rows
+    if num_rows * num_chunks > MAX_UNITS:
+        raise ValueError(f"src_rows: expected at most {MAX_UNITS:,} pieces of rows, got {num_rows * num_chunks:,}")
     constants = {
         "kMoverTma": plan.MOVERS["tma"],
         "kMover": plan.MOVERS[mover],
@@ -144,7 +146,7 @@ def plan_copy(
         row_bytes=rows.row_bytes,
         chunk_bytes=chunk_bytes,
         num_chunks=num_chunks,
-        num_rows=rows.num_rows,
+        num_rows=num_rows,
         num_src_rows=rows.num_src_rows,
         num_dst_rows=rows.num_dst_rows,
         head_bytes=rows.head_bytes,

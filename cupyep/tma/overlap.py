@@ -12,7 +12,7 @@ from cupyep.tma.pipeline import Pipeline
 _REPEATS = 5
 # Every thread reads its part of the tile, then goes through a chain of `work` dependent multiply-adds. The condition
 # keeps the compiler from computing in the four threads only that write.
-_COMPUTE = """
+COMPUTE = """
 __device__ void compute(const cupyep::Tile& tile, const Scalars& scalars) {
   float value = 0;
   for (unsigned i = tile.thread; i < cfg::kRowElements; i += tile.num_threads) value += tile.in[i];
@@ -42,7 +42,7 @@ class Overlap:
     def pipeline(self, stages: int) -> Pipeline:
         """What is run: one group, as the model computes one tile at a time."""
         shape, scalars = (1, self.tile_bytes // 4), {"work": "u32"}
-        return Pipeline(stages, shape, "float32", _COMPUTE, out_row_shape=(4,), scalars=scalars, groups=1)
+        return Pipeline(stages, shape, "float32", COMPUTE, out_row_shape=(4,), scalars=scalars, groups=1)
 
     def __call__(self, stages: int, work: int) -> float:
         """Seconds for all tiles, the best of five."""

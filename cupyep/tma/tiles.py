@@ -121,11 +121,15 @@ def plan_tile(
     """The launch that loads or stores one tile; `tile` is the address of its own memory."""
     _check_size(tensor_map, target.smem_limit - _MBARRIER_BYTES)
     pieces = 0 if raw else swizzled(7 << 7, tensor_map.swizzle) >> 4 & 7
-    constants = {"kRank": len(tensor_map.box), "kTileBytes": tensor_map.tile_bytes, "kSwizzlePieces": pieces}
-    ring = {"kWarps": 4, "kStages": 2, "kSlotBytes": 128, "kSlotStateBytes": copies.SLOT_STATE_BYTES}  # of copy_tensor
-    params = abi.TILE_PARAMS(tile=tile, coordinates=_innermost_first(coordinates))
+    constants = {"kRank": len(tensor_map.box), **copies.RINGS[-1].constants()}  # the ring is copy_tensor's business
+    params = abi.TILE_PARAMS(
+        tile=tile,
+        coordinates=_innermost_first(coordinates),
+        tile_bytes=tensor_map.tile_bytes,
+        swizzle_pieces=pieces,
+    )
     smem_bytes = tensor_map.tile_bytes + _MBARRIER_BYTES
-    return _launch(function, target, {**constants, **ring}, 1, 128, smem_bytes, (descriptor, params))
+    return _launch(function, target, constants, 1, 128, smem_bytes, (descriptor, params))
 
 
 def plan_copy_tensor(
@@ -146,9 +150,12 @@ def plan_copy_tensor(
     if math.prod(along) > MAX_TILES or max(dst_map.shape) > MAX_TILES:
         raise ValueError(f"dst_map: expected at most {MAX_TILES:,} tiles and elements per axis, got {along} tiles")
     params = abi.TILES_PARAMS(
-        num_tiles_along=_innermost_first(along), box=_innermost_first(dst_map.box), num_tiles=math.prod(along)
+        num_tiles_along=_innermost_first(along),
+        box=_innermost_first(dst_map.box),
+        num_tiles=math.prod(along),
+        tile_bytes=dst_map.tile_bytes,
     )
-    constants = {"kRank": len(along), "kTileBytes": dst_map.tile_bytes, "kSwizzlePieces": 0, **ring.constants()}
+    constants = {"kRank": len(along), **ring.constants()}
     smem_bytes, num_threads = ring.smem_bytes, ring.num_warps * 32
     return _launch("copy_tensor", target, constants, num_sms, num_threads, smem_bytes, (*descriptors, params))
 

@@ -50,7 +50,7 @@ def test_fp8(kind):
     x = (np.random.default_rng().standard_normal(100_000) * 100).astype(ml_dtypes.bfloat16)
     y = cupy.zeros(x.size, np.uint8)
     tma.Pipeline(4, (4096,), "bfloat16", "x", out_dtype=kind)(y, cupy.asarray(x))
-    limit = float(ml_dtypes.finfo(kind).max)
+    limit = float(ml_dtypes.finfo(getattr(ml_dtypes, kind)).max)
     expected = np.clip(x.astype(np.float32), -limit, limit).astype(getattr(ml_dtypes, kind))
     assert np.array_equal(y.get(), expected.view(np.uint8))
     back = cupy.zeros(x.size, np.float32)

@@ -178,8 +178,9 @@ BINARY = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": 
           "min": np.minimum, "max": np.maximum, "shl": shift(True), "shr": shift(False), "div": quotient,
           "rem": remainder}
 FLOAT = {"div": np.divide, "min": np.fmin, "max": np.fmax}  # of NaN and a number: the number
-COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
-           "ge": operator.ge, "lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
+COMPARE = {"eq": operator.eq, "ne": operator.ne, "neu": operator.ne, "lt": operator.lt, "le": operator.le,
+           "gt": operator.gt, "ge": operator.ge, "lo": operator.lt, "ls": operator.le, "hi": operator.gt,
+           "hs": operator.ge}
 UNARY = {"not": operator.invert, "neg": operator.neg, "abs": np.abs, "brev": reverse_bits, "ex2": np.exp2,
          "rcp": np.reciprocal, "popc": lambda value: np.bitwise_count(value).astype(np.uint32)}
 

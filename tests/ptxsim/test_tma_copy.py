@@ -27,11 +27,6 @@ def random_bytes(num_bytes: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
 
 
-@pytest.fixture(autouse=True)
-def few_warps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "VECTORS", Ring(2, 1, 512))
-
-
 def copy_bytes(num_bytes: int, dst_offset: int, src_offset: int, seed: int, target=HOPPER, patch=(), **options) -> None:
     gpu, content = Gpu(), random_bytes(num_bytes, seed)
     src, dst = gpu.array(content, src_offset), gpu.empty(num_bytes + 2 * GUARD, dst_offset) + GUARD

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="PTX needs CuPy with NVRTC", exc_type=ImportError)
 
-from cupyep.tma import Pipeline
+from cupyep.tma import Pipeline, overlap
 from ptxsim.scheduler import SimulationError
 from ptxsim.toolkit import HOPPER, Gpu
 
@@ -70,6 +70,17 @@ def test_function(seed: int) -> None:
     pipeline = Pipeline(2, (2, 24), "int32", SUMS, out_row_shape=(4,), scalars={"add": "i32"}, warps_per_group=1)
     y = run(pipeline, x, np.zeros((7, 4), np.int32), seed, add=5)
     assert np.array_equal(y, x.reshape(7, 6, 4).sum(1)[:, ::-1] + 5)
+
+
+def test_adjustable_work() -> None:
+    """What tma.Overlap runs: four of the threads write, all do the chain."""
+    x = np.random.default_rng(3).integers(-9, 9, (5, 160)).astype(np.float32)
+    pipeline = Pipeline(2, (1, 160), "float32", overlap.COMPUTE, out_row_shape=(4,), scalars={"work": "u32"}, groups=1)
+    y = run(pipeline, x, np.zeros((5, 4), np.float32), 3, work=2)
+    expected = x[:, :4] + x[:, 128:132]  # a group has 128 threads
+    for _ in range(2):
+        expected = expected * np.float32(0.999) + np.float32(0.001)
+    assert np.allclose(y, expected, rtol=1e-6)
 
 
 FAULTS = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -99,6 +102,25 @@ def test_bad_arguments(call, error, message):
         call()
 
 
+def test_works_where_cupy_is_missing():
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("cupy", "cuda")))  # None: they cannot be found
+import numpy as np
+from cupyep import model, tma
+dst, src = np.zeros((4, 8), np.float32), np.ones((4, 8), np.float32)
+tma.copy(dst, src); tma.reduce_add(dst, src); tma.copy_rows(dst, [0], src, [1])
+print(tma.load_tile(tma.TensorMap(dst, (4, 4)), (0, 6))[:2].tolist())
+try: tma.Overlap()
+except tma.launch.UnsupportedDeviceError as error: print(error)
+"""
+    skip = os.environ | {"CUPYEP_SKIP_IMPORT_COMPILE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=skip, capture_output=True, text=True, timeout=100)
+    tile, error = done.stdout.splitlines()
+    assert tile == "[[1.0, 1.0, 0.0, 0.0], [2.0, 2.0, 0.0, 0.0]]", done.stderr
+    assert error.startswith("tma.Overlap: needs compute capability 9.0, found no CuPy")
+
+
 def test_num_sms_is_checked():
     assert launch.num_sms(HOPPER, 132) == 132
     with pytest.raises(ValueError, match=r"num_sms: expected 1\.\.132, got 133"):
@@ -141,7 +163,7 @@ def test_plans_fit(target, row_bytes, num_rows, num_sms):
     [params] = plan.arguments
     chunk, num_chunks = int(params["chunk_bytes"]), int(params["num_chunks"])
     assert (num_chunks - 1) * chunk < max(1, row_bytes) <= max(1, num_chunks * chunk)
-    assert chunk % 16 == 0 and plan.num_threads <= 1024
+    assert chunk % 16 == 0 and plan.num_threads <= 1024 and params["num_rows"] == (num_rows if row_bytes else 0)
     if plan.smem_bytes:
         slot = int(plan.request.prelude.split("kSlotBytes = ")[1].split(";")[0])
         assert chunk <= slot and 2 * slot < plan.smem_bytes <= target.smem_limit and slot % 128 == 0
