@@ -167,8 +167,20 @@ ROUTING = Struct("Routing", skip="u32", pad="u32")
 
 # The kernels' parameters. A ptr of 0 means: does not travel. order: [num_tokens][num_ranks] i32, a token's place among
 # this rank's tokens for that destination, or -1.
+# received: [1 + num_local_experts] i32: rows that come to us, listings of each of our experts. expert_stats [experts]
+# i32 and wait_stats [num_ranks] i64 grow by these listings, and by the microseconds until each rank's post was here.
 COUNT_PARAMS = Struct(
-    "CountParams", sync=SYNC, post=POST, topk_idx="ptr", order="ptr", routing="ptr", max_tokens="u32", pad="u32"
+    "CountParams",
+    sync=SYNC,
+    post=POST,
+    topk_idx="ptr",
+    order="ptr",
+    routing="ptr",
+    received="ptr",
+    expert_stats="ptr",
+    wait_stats="ptr",
+    max_tokens="u32",
+    pad="u32",
 )
 PUSH_PARAMS = Struct(
     "PushParams",
@@ -189,6 +201,7 @@ PULL_PARAMS = Struct(
     post=POST,
     out="ptr",
     out_weights="ptr",
+    bias=("u64", 2),
     order="ptr",
     routing="ptr",
     num_tokens="u32",

@@ -110,6 +110,14 @@ def num_experts(value: Any, num_ranks: int) -> int:
     return value
 
 
+def like(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    """`array` has this shape and type."""
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}, the type of x, got {array.dtype}")
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(array.shape)}")
+
+
 def same(name: str, got: Any, expected: Any) -> None:
     """An array that the caller computed equals our own (validate=True)."""
     got, expected = np.asarray(got), np.asarray(expected)

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cupyep import abi, backends, checks
-from cupyep.backends.base import Tokens
+from cupyep.backends.base import Run, Tokens
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
 from cupyep.errors import ArenaExhaustedError, CupyepError, MismatchError, PeerError, PeerTimeoutError, StateError
+from cupyep.handle import EventOverlap, Handle
 
 Self = TypeVar("Self", bound="Group")
 
@@ -190,6 +191,10 @@ class Group:
         state = "closed" if self._backend is None else "broken" if self._backend.broken else "open"
         return f"<cupyep.Buffer rank {self.rank} of {self.size}, {getattr(self, 'backend', '?')}, {state}>"
 
+    def capture(self) -> EventOverlap:
+        """An event behind what the current stream was given so far, for previous_event=. Local."""
+        return self._ready("capture").capture()
+
     # helpers
 
     def _ready(self, verb: str) -> Any:
@@ -220,6 +225,26 @@ class Group:
             backend.broken = error if is_ours else StateError(f"{type(error).__name__} was raised here: {error}")
             if tell:
                 backend.abort()
+
+    @staticmethod
+    def _run(
+        backend: Any, num_sms: int | None, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> Run:
+        checks.boolean("async_finish", async_finish)
+        checks.boolean("allocate_on_comm_stream", allocate_on_comm_stream)
+        most = backend.max_num_sms
+        if num_sms is not None:
+            checks.integer("num_sms", num_sms, 1, most)
+        elif Group.num_sms:
+            num_sms = min(Group.num_sms, most) if most else Group.num_sms
+        return Run(num_sms, None if previous_event is None else backend.event(previous_event), async_finish)
+
+    @staticmethod
+    def _check_handle(backend: Any, handle: Any) -> None:
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle: expected a Handle from dispatch, got {type(handle).__name__}")
+        if handle.owner is not backend:
+            raise StateError("handle: expected one from this Buffer's dispatch, got another Buffer's")
 
     def _check_num_tokens(self, backend: Any, num_tokens: int) -> None:
         most = backend.agreed_max_tokens

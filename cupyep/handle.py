@@ -13,9 +13,12 @@ class Handle:
     Attributes:
         num_tokens, num_topk, num_experts: of the dispatch.
         send_row: `[num_tokens, num_ranks]` int32: the row that a token has in each rank's output, or -1.
-        num_recv_tokens: rows that this rank received.
+        num_recv_tokens: rows that this rank received; with num_worst_tokens, that number.
         num_recv_tokens_per_rank: the same by source rank; received rows are ordered by (source rank, source token).
-        num_recv_tokens_per_expert: listings of each local expert among the received rows.
+        num_recv_tokens_per_expert: listings of each local expert among the received rows. Both lists are empty with
+            num_worst_tokens, where the host does not know.
+        recv_count: `[1]` int32 where the backend computes: rows that came. A graph's replay writes it anew.
+        recv_count_per_expert: `[num_local_experts]` int32 there: listings of each local expert.
         handle_id: equal on all ranks; they must combine with the handle of the same dispatch.
     """
 
@@ -31,6 +34,25 @@ class Handle:
     @property
     def send_row(self) -> Any:
         raise NotImplementedError  # each backend keeps it in its own way
+
+
+class EventOverlap:
+    """The end of an operation. Of this class itself: one that was complete when its call returned (NumPy).
+
+    As a context manager it says what may run meanwhile: `with result.event: ...` ends with current_stream_wait().
+    """
+
+    def current_stream_wait(self) -> None:
+        """Orders the current stream after the operation. The host does not wait."""
+
+    def synchronize(self) -> None:
+        """Waits on the host; raises what went wrong in the operation, if anything did."""
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.current_stream_wait()
 
 
 class DispatchResult(NamedTuple):

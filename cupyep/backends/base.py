@@ -12,6 +12,7 @@ from cupyep import abi, checks
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import CupyepError
+from cupyep.handle import EventOverlap
 from cupyep.layout import RowLayout, align
 
 BLOCKS_PER_ARENA = 3  # worst-case blocks: a dispatch output, a combine input, and one more result kept by the caller
@@ -71,10 +72,36 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Form:
-    """What the results of a dispatch are to be like; see Buffer.dispatch."""
+    """What the results of a dispatch are to be like, and what is to be counted on the way; see Buffer.dispatch."""
 
     copy: bool = False
     scales_order: str = "C"
+    num_worst_tokens: int = 0  # 0: as many rows as come
+    expert_stats: Any = None
+    wait_stats: Any = None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a combine brings home: rows, their weights or None, and up to two addends of the sums."""
+
+    x: Any
+    topk_weights: Any = None
+    bias: tuple[Any, ...] = ()
+
+    def shape(self, num_topk: int) -> Shape:
+        """Of the PULL that adds them."""
+        rows = RowLayout(self.x.shape[1] * self.x.dtype.itemsize, num_topk, 0, self.topk_weights is not None)
+        return Shape(abi.Operation.PULL, self.x.shape[1], self.x.dtype, rows)
+
+
+@dataclass(frozen=True)
+class Run:
+    """When an operation runs, and on how much of the GPU; see Buffer.dispatch. previous_event is the backend's."""
+
+    num_sms: int | None = None
+    previous_event: Any = None
+    async_finish: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,24 +159,42 @@ class Backend(ABC):
         """`value` as an array of this backend, without a copy where possible. TypeError names the argument."""
 
     @abstractmethod
+    def aswritable(self, name: str, value: Any) -> Any:
+        """`value`, which the operation will write, as a contiguous array over the same memory."""
+
+    @abstractmethod
+    def overlap(self, one: Any, other: Any) -> bool:
+        """Whether two arrays may share memory."""
+
+    def event(self, value: Any) -> Any:
+        """`value` as an event that an operation can wait for."""
+        if not isinstance(value, EventOverlap):
+            raise TypeError(f"previous_event: expected an EventOverlap, got {type(value).__name__}")
+        return value
+
+    @abstractmethod
     def asnumpy(self, value: Any) -> Any:
         """`value` as a NumPy array (a copy from the GPU where it lies there)."""
 
     @abstractmethod
-    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, num_sms: int | None) -> tuple:
+    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, run: Run) -> tuple:
         """(received Tokens, handle, event, an id out of range or None). Collective."""
 
     @abstractmethod
-    def cached_dispatch(self, tokens: Tokens, handle: Any, form: Form, num_sms: int | None) -> tuple:
+    def cached_dispatch(self, tokens: Tokens, handle: Any, form: Form, run: Run) -> tuple:
         """(received Tokens, event): rows and scales only, along a routing that is known. Collective."""
 
     @abstractmethod
-    def combine(self, x: Any, handle: Any, topk_weights: Any, *, num_sms: int | None) -> tuple:
-        """(combined_x, combined_topk_weights, event). Collective."""
+    def combine(self, outputs: Outputs, handle: Any, out: Any, run: Run) -> tuple:
+        """(combined_x, which is `out` unless that is None, combined_topk_weights, event). Collective."""
 
     @abstractmethod
     def layout(self, topk_idx: Any, num_experts: int, *, strict: bool) -> tuple:
         """(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, event). Local. `strict`: bad ids raise."""
+
+    def capture(self) -> Any:
+        """An event behind what the current stream was given so far."""
+        return EventOverlap()
 
     @abstractmethod
     def barrier(self) -> Any:
@@ -188,13 +233,3 @@ class Backend(ABC):
     @abstractmethod
     def close(self, *, collective: bool) -> None:
         """Frees what this rank holds; collective unless an error has broken the group."""
-
-
-class CompletedEvent:
-    """The event of an operation that is complete when the call returns (the NumPy backend)."""
-
-    def current_stream_wait(self) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""

@@ -17,6 +17,24 @@ def asarray(name: str, value: Any) -> cupy.ndarray:
     return cupy.asarray(value)
 
 
+def aswritable(name: str, value: Any) -> cupy.ndarray:
+    """`value`, which kernels will write, as an array over the same memory."""
+    if not hasattr(value, "__cuda_array_interface__") and not hasattr(value, "__dlpack__"):
+        raise TypeError(f"{name}: expected an array on the GPU to write to, got {type(value).__name__}")
+    if isinstance(value, np.ndarray):
+        raise TypeError(f"{name}: expected an array on the GPU to write to, got one on the host")
+    array = asarray(name, value)
+    if not array.flags.c_contiguous or array.data.ptr % 16:
+        raise ValueError(f"{name}: expected a contiguous array at a multiple of 16 bytes, got another")
+    return array
+
+
+def overlap(one: cupy.ndarray, other: cupy.ndarray) -> bool:
+    """Whether two arrays may share memory."""
+    (low, high), (other_low, other_high) = (cupy.byte_bounds(array) for array in (one, other))
+    return low < other_high and other_low < high
+
+
 def plain(array: Any) -> Any:
     """What kernels read: C-contiguous and 16-byte aligned, a copy if need be."""
     if array.flags.c_contiguous and array.data.ptr % 16 == 0:

@@ -24,7 +24,7 @@ class Call:
         self._pointers = np.array([self._record.ctypes.data], np.uintp)
         self.arguments = self._pointers.ctypes.data  # what the driver wants: an array of pointers to arguments
 
-    def set(self, **fields: int) -> None:
+    def set(self, **fields: int | list[int]) -> None:
         """Sets fields of the struct itself."""
         for name, value in fields.items():
             self._record[name] = value

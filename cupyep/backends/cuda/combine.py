@@ -1,0 +1,36 @@
+"""Combine on the GPU: PULL."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyep.abi import Operation
+from cupyep.backends.base import Outputs, Run
+from cupyep.backends.cuda.arrays import plain
+from cupyep.backends.cuda.launcher import CudaHandle
+from cupyep.backends.cuda.session import Session
+
+
+class Combine(Session):
+    """The verb combine of a CudaBackend."""
+
+    def combine(self, outputs: Outputs, handle: CudaHandle, out: Any, run: Run) -> tuple:
+        num_sms, shape = self._num_sms(run), outputs.shape(handle.num_topk)
+        not_captured = "" if shape in self._prepared else self._not_loaded
+        with self._operation(Operation.PULL, run, not_captured) as current:
+            self._agree(shape, handle, current)
+            where, staged = self._blocks.visible({"rows": outputs.x, "weights": outputs.topk_weights})
+            bias = tuple(plain(addend) for addend in outputs.bias)
+            if out is None:
+                out = self._blocks.lent((handle.num_tokens, shape.hidden), shape.dtype, current)
+            out_weights = None
+            if outputs.topk_weights is not None:
+                out_weights = self._blocks.lent((handle.num_tokens, handle.num_topk), np.float32, current)
+            with self._launching(Operation.PULL, current):
+                self._launcher.pull(shape, handle.routing, out, out_weights, bias, where, num_sms)
+            self._granted(where)
+            event = self._finish(current, run, (outputs, out, bias))
+            del staged
+        return out, out_weights, event
