@@ -19,7 +19,7 @@ from cupyep.errors import (
     StateError,
     TopologyError,
 )
-from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
+from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, EventOverlap, Handle
 from cupyep.quantize import dequantize_fp8, quantize_fp8
 from cupyep.threads import run_local
 
@@ -33,6 +33,7 @@ __all__ = [
     "CupyepError",
     "DispatchLayout",
     "DispatchResult",
+    "EventOverlap",
     "Handle",
     "LocalComm",
     "MismatchError",
