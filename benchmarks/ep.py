@@ -23,7 +23,7 @@ import numpy as np
 import cupyep
 from cupyep import env
 from cupyep.abi import Operation
-from cupyep.backends.base import Shape
+from cupyep.backends.base import Shape, Tokens
 from cupyep.layout import RowLayout
 
 REPETITIONS, LAUNCHES = 5, 12
@@ -67,13 +67,13 @@ class Rank:
     def push(self, sms: int) -> None:
         where = dict(zip(("rows", "idx", "weights"), map(self.arena.offset_of, self.sent[:3]), strict=True))
         routing = self.sent.handle.routing
-        self.launcher.push(self.push_shape, routing, self.x, self.topk_idx, self.weights, where, sms)
+        self.launcher.push(self.push_shape, routing, Tokens(self.x, None, self.topk_idx, self.weights), where, sms)
 
     def pull(self, sms: int) -> None:
         rows, weights = self.sent.recv_x, self.sent.recv_topk_weights
         where = {"rows": self.arena.offset_of(rows), "weights": self.arena.offset_of(weights)}
         out, out_weights, _ = self.combined
-        self.launcher.pull(self.pull_shape, self.sent.handle.routing, out, out_weights, where, sms)
+        self.launcher.pull(self.pull_shape, self.sent.handle.routing, out, out_weights, (), where, sms)
 
     def barrier(self, sms: int) -> None:
         self.launcher.barrier()
