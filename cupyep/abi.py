@@ -122,6 +122,7 @@ class Flag(IntEnum):
 
     WEIGHTS = 1
     IDX64 = 2
+    EXPERT_LAYOUT = 4
 
 
 MAX_RANKS = 256
@@ -208,6 +209,13 @@ PULL_PARAMS = Struct(
     pad="u32",
 )
 QUANTIZE_PARAMS = Struct("QuantizeParams", wide="ptr", codes="ptr", scales="ptr", num_tokens="u32", hidden="u32")
+# The expert layout. received: as COUNT left it; capacity: received rows that the arrays have room for.
+_ROW_MAP = {"row_map": "ptr", "offsets": "ptr", "received": "ptr", "num_topk": "u32", "num_local_experts": "u32"}
+ARRANGE_PARAMS = Struct(
+    "ArrangeParams", topk_idx="ptr", histograms="ptr", **_ROW_MAP, capacity="u32", idx_bytes="u32", alignment="u32"
+)
+EXPAND_PARAMS = Struct("ExpandParams", rows="ptr", expanded="ptr", **_ROW_MAP, capacity="u32", zero_gaps="u32")
+REDUCE_PARAMS = Struct("ReduceParams", expanded="ptr", rows="ptr", weights="ptr", **_ROW_MAP, capacity="u32")
 BARRIER_PARAMS = Struct("BarrierParams", sync=SYNC, post=POST)
 ABORT_PARAMS = Struct("AbortParams", sync=SYNC, word="u64")
 KERNEL_STRUCTS = (
@@ -220,6 +228,9 @@ KERNEL_STRUCTS = (
     BARRIER_PARAMS,
     ABORT_PARAMS,
     QUANTIZE_PARAMS,
+    ARRANGE_PARAMS,
+    EXPAND_PARAMS,
+    REDUCE_PARAMS,
 )
 
 

@@ -26,6 +26,9 @@ class Dispatch(Group):
         copy: bool = False,
         scales_order: str = "C",
         num_worst_tokens: int = 0,
+        layout: str = "rank",
+        expert_alignment: int = 1,
+        zero_gaps: bool = False,
         num_sms: int | None = None,
         previous_event: Any = None,
         async_finish: bool = False,
@@ -55,6 +58,11 @@ class Dispatch(Group):
             num_worst_tokens: rows of all results, whatever comes: the host waits for no count. The first
                 handle.recv_count[0] rows are those that came; ids of the others are -1, all else there is undefined.
                 More rows than that are an ArenaExhaustedError on all ranks, no row has moved then.
+            layout: "rank": a row per received token. "expert": a row per listing, grouped by local expert, each group
+                in the order of received tokens, for a grouped matrix product; handle.expert_rows says where. Rows
+                still cross once per (token, rank) and are multiplied where they arrive.
+            expert_alignment: in the expert layout, rows of which each group's start is a multiple.
+            zero_gaps: rows between two groups are 0; else they are undefined.
             num_sms: SMs for this call; None: the default.
             previous_event: EventOverlap or cupy.cuda.Event that the operation waits for, in place of all that the
                 current stream was given so far. Inputs must be ready then.
@@ -70,7 +78,8 @@ class Dispatch(Group):
             config: ignored; DeepEP's tuning object.
 
         Returns: DispatchResult of
-            recv_x `[num_recv_tokens, hidden]`, ordered by (source rank, source token); a pair if x is one;
+            recv_x `[num_recv_tokens, hidden]`, ordered by (source rank, source token), a pair if x is one; in the
+                expert layout `[handle.expert_rows.num_rows, hidden]`;
             recv_topk_idx `[num_recv_tokens, num_topk]`: ids of local experts, -1 for experts of other ranks;
             recv_topk_weights, the same shape, 0 where the id is -1; both None if not sent;
             num_recv_tokens_per_expert_list: listings of each local expert; [] with num_worst_tokens;
@@ -91,7 +100,8 @@ class Dispatch(Group):
             for name, value in given.items():
                 if value is not None:
                     raise ValueError(f"{name}: expected None with handle=, got one")
-            return self._cached_dispatch(backend, Tokens(x, scales), handle, Form(copy, scales_order), run)
+            form = Form(copy, scales_order, zero_gaps=checks.boolean("zero_gaps", zero_gaps))
+            return self._cached_dispatch(backend, Tokens(x, scales), handle, form, run)
         if topk_idx is None:
             raise ValueError("topk_idx: expected an array, or handle= of an earlier dispatch, got None")
         topk_idx = backend.asarray("topk_idx", topk_idx)
@@ -109,6 +119,9 @@ class Dispatch(Group):
             copy,
             scales_order,
             checks.integer("num_worst_tokens", num_worst_tokens, 0, checks.MAX_TOKENS),
+            checks.one_of("layout", layout, ("rank", "expert")) == "expert",
+            checks.integer("expert_alignment", expert_alignment, 1, checks.MAX_ALIGNMENT),
+            checks.boolean("zero_gaps", zero_gaps),
             self._statistics("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats,
                              num_experts // self.size, np.int32),
             self._statistics("dispatch_wait_us", dispatch_wait_us, self.size, np.int64),

@@ -107,7 +107,7 @@ class Group:
         with self._watch():
             self._comm.agree("prepare", arguments, timeout_s=self._timeout_s)
             for weights in (None, np.empty(idx.shape, np.float32)) if with_weights else (None,):
-                shape = Tokens(x, scales, idx, weights).shape
+                shape = Tokens(x, scales, idx, weights).shape()
                 backend.prepare(shape, most)
                 if scales is None:
                     rows = replace(shape.rows, idx_bytes=0)

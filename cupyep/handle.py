@@ -7,6 +7,23 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """How received rows lie when they are grouped by expert (layout="expert"). Arrays are the backend's.
+
+    Attributes:
+        num_rows: rows of the expanded arrays, gaps included.
+        alignment: each expert's first row is a multiple of it.
+        offsets: `[num_local_experts + 1]` int32: the first row of each expert; the last is the end of the last group.
+        row_map: `[num_recv_tokens, num_topk]` int32: the expanded row of a received token's listing, or -1.
+    """
+
+    num_rows: int
+    alignment: int
+    offsets: Any
+    row_map: Any
+
+
+@dataclass(frozen=True, eq=False)
 class Handle:
     """The routing of one dispatch, as this rank sees it. Valid with the Buffer that made it, as often as wanted.
 
@@ -19,6 +36,7 @@ class Handle:
             num_worst_tokens, where the host does not know.
         recv_count: `[1]` int32 where the backend computes: rows that came. A graph's replay writes it anew.
         recv_count_per_expert: `[num_local_experts]` int32 there: listings of each local expert.
+        expert_rows: where rows lie in the expert layout; None in the rank layout.
         handle_id: equal on all ranks; they must combine with the handle of the same dispatch.
     """
 
@@ -30,6 +48,7 @@ class Handle:
     num_recv_tokens_per_expert: list[int]
     handle_id: int
     owner: object = field(repr=False)
+    expert_rows: ExpertRows | None = field(default=None, repr=False, kw_only=True)
 
     @property
     def send_row(self) -> Any:

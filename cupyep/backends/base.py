@@ -27,13 +27,18 @@ class Shape:
     dtype: Any  # NumPy dtype
     rows: RowLayout
     scale_dtype: Any = None  # NumPy dtype of the scales that travel
+    by_expert: bool = False  # received rows are grouped by expert
+    local_dtype: Any = (
+        None  # by_expert, PULL: of the experts' outputs; dtype is what they are reduced to before they travel
+    )
 
     @property
     def signature(self) -> dict[str, int]:
         """The words that every rank must post alike, apart from operation, num_experts and handle_id."""
         flags = abi.Flag.WEIGHTS * self.rows.with_weights | abi.Flag.IDX64 * (self.rows.idx_bytes == 8)
+        flags |= abi.Flag.EXPERT_LAYOUT * self.by_expert
         return {
-            "dtype": checks.DTYPES[self.dtype],
+            "dtype": checks.DTYPES[self.dtype] + 16 * checks.DTYPES.get(self.local_dtype, 0),
             "row_bytes": self.rows.row_bytes,
             "num_topk": self.rows.num_topk,
             "flags": flags,
@@ -50,8 +55,7 @@ class Tokens:
     topk_idx: Any = None
     topk_weights: Any = None
 
-    @property
-    def shape(self) -> Shape:
+    def shape(self, by_expert: bool = False) -> Shape:
         """Of the PUSH that sends them."""
         idx, scales, row_bytes = self.topk_idx, self.scales, self.x.shape[1] * self.x.dtype.itemsize
         rows = RowLayout(
@@ -62,7 +66,7 @@ class Tokens:
             scale_bytes=0 if scales is None else scales.shape[1] * scales.dtype.itemsize,
         )
         scale_dtype = None if scales is None else scales.dtype
-        return Shape(abi.Operation.PUSH, self.x.shape[1], self.x.dtype, rows, scale_dtype)
+        return Shape(abi.Operation.PUSH, self.x.shape[1], self.x.dtype, rows, scale_dtype, by_expert)
 
     def map(self, function: Callable[[Any], Any]) -> Tokens:
         """`function` of each array that travels."""
@@ -77,8 +81,16 @@ class Form:
     copy: bool = False
     scales_order: str = "C"
     num_worst_tokens: int = 0  # 0: as many rows as come
+    by_expert: bool = False
+    expert_alignment: int = 1  # rows
+    zero_gaps: bool = False
     expert_stats: Any = None
     wait_stats: Any = None
+
+    def num_worst_rows(self, topk_shape: tuple[int, ...], num_local_experts: int) -> int:
+        """The most rows by expert: every listing has one, and each group a gap."""
+        num_tokens, num_topk = topk_shape
+        return align(num_tokens * num_topk + num_local_experts * (self.expert_alignment - 1), self.expert_alignment)
 
 
 @dataclass(frozen=True)
@@ -88,11 +100,16 @@ class Outputs:
     x: Any
     topk_weights: Any = None
     bias: tuple[Any, ...] = ()
+    wire_dtype: Any = None  # NumPy dtype: in the expert layout x is reduced to it, with the weights, before it travels
 
     def shape(self, num_topk: int) -> Shape:
         """Of the PULL that adds them."""
-        rows = RowLayout(self.x.shape[1] * self.x.dtype.itemsize, num_topk, 0, self.topk_weights is not None)
-        return Shape(abi.Operation.PULL, self.x.shape[1], self.x.dtype, rows)
+        hidden, dtype = self.x.shape[1], self.wire_dtype or self.x.dtype
+        with_weights = self.topk_weights is not None and self.wire_dtype is None
+        rows = RowLayout(hidden * dtype.itemsize, num_topk, 0, with_weights)
+        if self.wire_dtype is None:
+            return Shape(abi.Operation.PULL, hidden, dtype, rows)
+        return Shape(abi.Operation.PULL, hidden, dtype, rows, by_expert=True, local_dtype=self.x.dtype)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from cupyep.backends.cuda.arrays import asarray, aswritable, overlap
 from cupyep.backends.cuda.blocks import Blocks
 from cupyep.backends.cuda.combine import Combine
 from cupyep.backends.cuda.dispatch import Dispatch
+from cupyep.backends.cuda.experts import Experts
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.backends.cuda.launcher import Launcher
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
@@ -49,6 +50,8 @@ class CudaBackend(Dispatch, Combine):
         initial, timeout_s = ControlLayout(self._comm.size).initial(), self._config.timeout_s
         self._arena = Arena(self._comm, self._device, initial, capacity.heap_bytes, timeout_s)
         self._blocks = Blocks(self._arena, self._comm_stream)
+        num_sms = cupy.cuda.Device(self._device).attributes["MultiProcessorCount"]
+        self._experts = Experts(self._kernels, self._blocks, self._comm_stream.stream, num_sms)
         self._launcher = Launcher(self._arena, self._kernels, self._comm, timeout_s, self._comm_stream.stream)
         self._comm.watch = self._launcher.check_abort
         if old is not None:

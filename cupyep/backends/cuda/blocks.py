@@ -25,6 +25,7 @@ class Blocks:
 
         Blocks may have been in use on other streams: the communication stream waits for what these have been given.
         """
+        graphs.release_unused()
         blocks = {name: self._arena.block(size, current) for name, size in sizes.items()}
         self._settle()
         self._pin(blocks)
@@ -54,6 +55,7 @@ class Blocks:
 
         The pool would reuse its memory in the order of one stream; as a block it waits for both.
         """
+        graphs.release_unused()
         self._arena.drain()
         self._settle()
         num_bytes = max(1, _num_bytes(shape, dtype))

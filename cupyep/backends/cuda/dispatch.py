@@ -34,7 +34,8 @@ class Dispatch(Session):
     _handle_id = 1  # of the next dispatch; equal on all ranks
 
     def dispatch(self, tokens: Tokens, num_experts: int, form: Form, run: Run) -> tuple:
-        shape, rows, size, fixed = tokens.shape, tokens.shape.rows, self._comm.size, form.num_worst_tokens
+        shape, size, fixed = tokens.shape(form.by_expert), self._comm.size, form.num_worst_tokens
+        rows = shape.rows
         num_sms, num_local, num_tokens = self._num_sms(run), num_experts // size, len(tokens.x)
         early, capacity, free = shape in self._prepared, fixed or _ANY, self._arena.largest
         not_captured = "" if early and fixed else f"num_worst_tokens= is needed, and {self._not_loaded}"
@@ -81,12 +82,17 @@ class Dispatch(Session):
                     )
             if isinstance(blocks, ArenaExhaustedError):  # no peer has a row for us, or COUNT would have told all ranks
                 raise blocks
-            came = self._formed(received(blocks, shape, facts["num_recv_tokens"]), form, current)
+            routing = replace(routing, capacity=facts["num_recv_tokens"])
+            handle = CudaHandle(
+                num_tokens, rows.num_topk, num_experts, **facts, handle_id=handle_id, owner=self, routing=routing
+            )
+            came = received(blocks, shape, handle.num_recv_tokens)
+            if form.by_expert:
+                listings = handle.num_recv_tokens_per_expert
+                placed = self._experts.arrange(came.topk_idx, handle.recv_count, listings, num_local, form, current)
+                handle = replace(handle, expert_rows=placed)
+            came = self._formed(came, handle, form, current)
             event = self._finish(current, run, (tokens, sent))
-        routing = replace(routing, capacity=facts["num_recv_tokens"])
-        handle = CudaHandle(
-            num_tokens, rows.num_topk, num_experts, **facts, handle_id=handle_id, owner=self, routing=routing
-        )
         return came, handle, event, bad_id
 
     def _push_counted(
@@ -104,25 +110,31 @@ class Dispatch(Session):
         return granted
 
     def cached_dispatch(self, tokens: Tokens, handle: CudaHandle, form: Form, run: Run) -> tuple:
-        num_sms, shape, num_recv = self._num_sms(run), tokens.shape, handle.num_recv_tokens
+        num_sms, num_recv = self._num_sms(run), handle.num_recv_tokens
+        shape = tokens.shape(handle.expert_rows is not None)
         not_captured = "" if shape in self._prepared else self._not_loaded
         with self._operation(Operation.PUSH, run, not_captured) as current:
             self._agree(shape, handle, current)
             sent, blocks = tokens.map(plain), self._blocks.try_allocate(shape.rows.parts(num_recv), current)
             with self._launching(Operation.PUSH, current):
                 self._launcher.push(shape, handle.routing, sent, offsets(blocks), num_sms)
-            came = self._formed(received(self._granted(blocks), shape, num_recv), form, current)
+            came = self._formed(received(self._granted(blocks), shape, num_recv), handle, form, current)
             return came, self._finish(current, run, (tokens, sent))
 
-    def _formed(self, came: Tokens, form: Form, current: Any) -> Tokens:
+    def _formed(self, came: Tokens, handle: CudaHandle, form: Form, current: Any) -> Tokens:
         """What was received, as the caller wants it; copies are made in the communication stream's order."""
+        if handle.expert_rows is not None:
+            x, scales = (self._experts.expand(part, handle, form.zero_gaps, current) for part in (came.x, came.scales))
+            came = replace(came, x=x, scales=scales)
 
         def copy(array: Any, order: str = "C") -> Any:
             result = self._blocks.lent(array.shape, array.dtype, current, order)
             cupy.copyto(result, array)
             return result
 
-        if form.copy:
+        if form.copy and handle.expert_rows is not None:
+            came = replace(Tokens(None, None, came.topk_idx, came.topk_weights).map(copy), x=came.x, scales=came.scales)
+        elif form.copy:
             came = came.map(copy)
         if came.scales is not None and form.scales_order == "F":
             came = replace(came, scales=copy(came.scales, "F"))

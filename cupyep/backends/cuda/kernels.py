@@ -71,6 +71,8 @@ class Kernels:
 
     def load(self, shape: Shape) -> None:
         """Makes `of(shape)` ready. Push does not care for the element type, and neither for ids and weights."""
+        if shape.by_expert:
+            self._load_local(shape)
         if self._key(shape) in self._by_shape:
             return
         mover = plan.mover_of(shape.rows.row_bytes, self._mover, self._cc)
@@ -80,6 +82,27 @@ class Kernels:
         self._by_shape[self._key(shape)] = Kernel(
             jit.function(module, name, chosen.smem_bytes), chosen.num_threads, chosen.smem_bytes
         )
+
+    def _load_local(self, shape: Shape) -> None:
+        """The kernels of the expert layout: `local(name, ...)` of what a shape needs."""
+        if shape.operation == abi.Operation.PULL:
+            key = "reduce", shape.hidden, shape.local_dtype, shape.dtype
+            self._add_local(key, plan.reduce_plan(*key[1:]))
+            return
+        for name, warps in (("arrange_count", 1), ("arrange_place", 8)):
+            self._add_local((name,), plan.Plan({}, 256, 4 * warps * abi.MAX_LOCAL_EXPERTS), "arrange")
+        for row_bytes in filter(None, (shape.rows.row_bytes, shape.rows.scale_bytes)):
+            self._add_local(("expand", row_bytes), plan.expand_plan(row_bytes))
+
+    def _add_local(self, key: Any, chosen: plan.Plan, file: str | None = None) -> None:
+        if key not in self._by_shape:
+            module = jit.load(jit.build(self._request(file or key[0], chosen.constants)))
+            function = jit.function(module, key[0], chosen.smem_bytes)
+            self._by_shape[key] = Kernel(function, chosen.num_threads, chosen.smem_bytes)
+
+    def local(self, *key: Any) -> Kernel:
+        """A kernel of the expert layout that was loaded."""
+        return self._by_shape[key]
 
     def of(self, shape: Shape) -> Kernel:
         """The kernel of a shape that was loaded."""

@@ -13,6 +13,7 @@ from cupyep.abi import AbortKind, Operation
 from cupyep.backends.base import Backend, Run, Shape
 from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.blocks import Blocks
+from cupyep.backends.cuda.experts import Experts
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher
 from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
 from cupyep.errors import ArenaExhaustedError, PeerError, PeerTimeoutError, StateError
@@ -28,6 +29,7 @@ class Session(Backend):
     _arena: Arena
     _blocks: Blocks
     _comm_stream: CommStream
+    _experts: Experts
     _abort_stream: cupy.cuda.Stream
     _launcher: Launcher
 

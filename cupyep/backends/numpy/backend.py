@@ -16,6 +16,7 @@ import numpy as np
 from cupyep.backends.base import Backend, Capacity, Form, Outputs, Run, Shape, Tokens
 from cupyep.backends.numpy import routing
 from cupyep.backends.numpy.arrays import asarray, aswritable
+from cupyep.backends.numpy.experts import arrange, expand, reduce
 from cupyep.backends.numpy.memory import create_arena
 from cupyep.backends.numpy.operations import Operations
 from cupyep.backends.numpy.routing import NumpyHandle
@@ -59,7 +60,7 @@ class NumpyBackend(Backend):
         return np.asarray(value)
 
     def dispatch(self, tokens: Tokens, num_experts: int, form: Form, run: Run) -> tuple:
-        shape = tokens.shape
+        shape = tokens.shape(form.by_expert)
         route = routing.route(tokens.topk_idx, num_experts, self._comm.size)
         matrix, experts, most_tokens = self._operations.count(shape, route, num_experts, form)
         self.prepare(shape, most_tokens)
@@ -84,16 +85,22 @@ class NumpyBackend(Backend):
         handle.rows.flags.writeable = False
         received = self._operations.push(shape, tokens, handle)
         received.topk_idx[num_recv:] = -1
-        return _formed(received, form), handle, EventOverlap(), route.bad_id
+        if form.by_expert:
+            handle = replace(handle, expert_rows=arrange(received.topk_idx, handle.recv_count_per_expert, form))
+        return _formed(received, form, handle), handle, EventOverlap(), route.bad_id
 
     def cached_dispatch(self, tokens: Tokens, handle: NumpyHandle, form: Form, run: Run) -> tuple:
-        shape = tokens.shape
+        shape = tokens.shape(handle.expert_rows is not None)
         self._agree(shape, handle)
-        return _formed(self._operations.push(shape, tokens, handle), form), EventOverlap()
+        received = self._operations.push(shape, tokens, handle)
+        return _formed(received, form, handle), EventOverlap()
 
     def combine(self, outputs: Outputs, handle: NumpyHandle, out: Any, run: Run) -> tuple:
         shape = outputs.shape(handle.num_topk)
         self._agree(shape, handle)
+        if handle.expert_rows is not None:
+            rows = reduce(outputs.x, handle.expert_rows, outputs.topk_weights, shape.dtype)
+            outputs = Outputs(rows, bias=outputs.bias)
         return *self._operations.pull(shape, outputs, handle, out), EventOverlap()
 
     def _agree(self, shape: Shape, handle: NumpyHandle) -> None:
@@ -131,8 +138,14 @@ class NumpyBackend(Backend):
         del self._operations, self._arena  # arrays that outlive us keep their arena
 
 
-def _formed(received: Tokens, form: Form) -> Tokens:
+def _formed(received: Tokens, form: Form, handle: NumpyHandle) -> Tokens:
     """What was received, as the caller wants it."""
+    if handle.expert_rows is not None:
+        parts = [
+            None if part is None else expand(part, handle.expert_rows, handle.recv_count_per_expert, form.zero_gaps)
+            for part in (received.x, received.scales)
+        ]
+        received = replace(received, x=parts[0], scales=parts[1])
     if form.copy:
         received = received.map(np.copy)
     if received.scales is not None and form.scales_order == "F":
