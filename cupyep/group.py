@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from cupyep import abi, backends, checks
-from cupyep.backends.base import Run, Tokens
+from cupyep.backends.base import Outputs, Run, Tokens
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
 from cupyep.errors import ArenaExhaustedError, CupyepError, MismatchError, PeerError, PeerTimeoutError, StateError
@@ -76,12 +75,15 @@ class Group:
         with_weights: bool = True,
         num_scales: int = 0,
         scale_dtype: Any = np.float32,
+        layout: str = "rank",
+        wire_dtype: Any = None,
         max_tokens_per_rank: int | None = None,
     ) -> None:
         """Does ahead of time what a shape's first dispatch and combine would do: sizes the arena, loads kernels.
 
         Args: as the arrays to come will have them; every rank must give the same. Units: elements, rows. With
             num_scales, for a dispatch of (data, scales); the combine, of another type, is then a prepare of its own.
+            layout and wire_dtype as in dispatch and combine.
         Sync: collective; blocks.
         """
         backend = self._ready("prepare")
@@ -103,15 +105,16 @@ class Group:
         self._check_num_tokens(backend, most)
         arguments = {"hidden": hidden, "dtype": x.dtype.name, "num_topk": num_topk, "idx_dtype": idx.dtype.name}
         arguments |= {"with_weights": with_weights, "max_tokens_per_rank": max_tokens_per_rank}
-        arguments |= {"num_scales": num_scales, "scale_dtype": np.dtype(scale_dtype).name}
+        arguments |= {"num_scales": num_scales, "scale_dtype": np.dtype(scale_dtype).name, "layout": layout}
+        by_expert = checks.one_of("layout", layout, ("rank", "expert")) == "expert"
+        wire = (x.dtype if wire_dtype is None else np.dtype(wire_dtype)) if by_expert else None
+        arguments["wire_dtype"] = None if wire is None else wire.name
         with self._watch():
             self._comm.agree("prepare", arguments, timeout_s=self._timeout_s)
             for weights in (None, np.empty(idx.shape, np.float32)) if with_weights else (None,):
-                shape = Tokens(x, scales, idx, weights).shape()
-                backend.prepare(shape, most)
+                backend.prepare(Tokens(x, scales, idx, weights).shape(by_expert), most)
                 if scales is None:
-                    rows = replace(shape.rows, idx_bytes=0)
-                    backend.prepare(replace(shape, operation=abi.Operation.PULL, rows=rows), most)
+                    backend.prepare(Outputs(x, weights, wire_dtype=wire).shape(num_topk), most)
 
     def barrier(self) -> Any:
         """Until every rank has called it: on the host (numpy), or in the current stream's order (cuda). Collective.

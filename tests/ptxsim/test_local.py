@@ -96,8 +96,8 @@ def test_expert_layout(num_tokens, num_topk, num_local, alignment, idx_dtype, dt
     y = values(rng, (num_rows, hidden), dtype)
     for given in (weights, None):
         rows, chosen = gpu.empty(capacity * hidden * wire.itemsize), plan.reduce_plan(hidden, dtype, wire)
-        gpu.launch("reduce", "reduce", arch, chosen.constants, abi.REDUCE_PARAMS, 2, 64, expanded=gpu.array(y), rows=rows,
-                   weights=0 if given is None else gpu.array(given), **row_map)
+        gpu.launch("reduce", "reduce", arch, chosen.constants, abi.REDUCE_PARAMS, 2, 64, expanded=gpu.array(y),
+                   rows=rows, weights=0 if given is None else gpu.array(given), **row_map)
         got = gpu.read(rows, (capacity, hidden), wire)
         assert_bits("reduced", got[:num_tokens], expert_reference.reduce(y, expected.row_map, given, wire))
         assert (np.ascontiguousarray(got[num_tokens:]).view(np.uint8) == POISON).all()

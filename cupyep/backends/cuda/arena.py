@@ -49,6 +49,7 @@ class Arena:
         self.released: deque[tuple[int, int, Any, set[int]]] = deque()  # see Block.__del__
         self._returning: list[Any] = []  # memory of the pool; see take_waiting
         self.live: dict[int, tuple[weakref.ref[Block], set[int]]] = {}  # by offset: a block, its streams; until drain
+        self._adopted: dict[int, tuple[weakref.ref[Block], set[int]]] = {}  # the same of the pool's; do not keep us
         self.waiting: set[int] = set()  # streams of released blocks, for whoever reuses them
         self._streams: dict[int, Any] = {}  # by address; see remember
 
@@ -81,7 +82,8 @@ class Arena:
         """A heap block for use on `stream`; it goes back when its last array dies. Raises ArenaExhaustedError."""
         self.drain()
         offset, size = self.heap.alloc(num_bytes)
-        block = self._lend(Block(self, offset, size, self.remember(stream)))
+        block = Block(self, offset, size, self.remember(stream))
+        self.live[offset] = weakref.ref(block), block.streams
         if env.poison():
             runtime.deviceSynchronize()  # earlier users of this memory
             runtime.memset(self.address + offset, 0xFF, size)
@@ -90,10 +92,8 @@ class Arena:
 
     def adopt(self, memory: cupy.cuda.MemoryPointer, num_bytes: int, stream: Any) -> Block:
         """Memory of CuPy's pool as a block for use on `stream`: it goes back in the way that heap blocks do."""
-        return self._lend(Block(self, memory.ptr - self.address, num_bytes, self.remember(stream), memory))
-
-    def _lend(self, block: Block) -> Block:
-        self.live[block.offset] = weakref.ref(block), block.streams
+        block = Block(self, memory.ptr - self.address, num_bytes, self.remember(stream), memory)
+        self._adopted[block.offset] = weakref.ref(block), block.streams
         return block
 
     def remember(self, stream: Any) -> int:
@@ -108,7 +108,7 @@ class Arena:
         """The streams that released blocks were used on. The caller waits for them before it allocates anything."""
         self._returning.clear()
         streams, self.waiting = [self._streams[address] for address in self.waiting], set()
-        used = {address for _, addresses in self.live.values() for address in addresses}
+        used = {address for _, addresses in self._borrowed() for address in addresses}
         self._streams = {address: stream for address, stream in self._streams.items() if address in used}
         return streams
 
@@ -122,16 +122,20 @@ class Arena:
         """Takes back the blocks that finalisers released; what used them is noted in `waiting`."""
         while self.released:
             offset, size, memory, streams = self.released.popleft()
-            self.live.pop(offset, None)
             self.waiting |= streams
             if memory is None:
+                self.live.pop(offset, None)
                 self.heap.free(offset, size)
             else:
+                self._adopted.pop(offset, None)
                 self._returning.append(memory)
+
+    def _borrowed(self) -> list[tuple[weakref.ref[Block], set[int]]]:
+        return [*self.live.values(), *self._adopted.values()]
 
     def record_stream(self, address: int, stream: Any) -> None:
         """The block that holds `address` waits for `stream` before it is reused. ValueError if none does."""
-        for reference, _ in list(self.live.values()):
+        for reference, _ in self._borrowed():
             block = reference()
             if block is not None and 0 <= address - block.address < block.size:
                 block.streams.add(self.remember(stream))

@@ -53,11 +53,11 @@ class Dispatch(Session):
 
             blocks: dict[str, Block] | ArenaExhaustedError = {}
             if early:
-                if not fixed:
-                    capacity = min(size * self.capacity.max_tokens_per_rank, rows.fitting(free))
-                blocks = self._blocks.try_allocate(rows.parts(capacity), current) if capacity else {}
-                if isinstance(blocks, ArenaExhaustedError):
-                    capacity = 0
+                if fixed:
+                    blocks = self._blocks.try_allocate(rows.parts(fixed), current)
+                    capacity = fixed if isinstance(blocks, dict) else 0
+                elif capacity := min(size * self.capacity.max_tokens_per_rank, rows.fitting(free)):
+                    blocks = self._blocks.allocate(rows.parts(capacity), current)
             with self._launching(Operation.COUNT, current):
                 most = _ANY if fixed else self.capacity.max_tokens_per_rank
                 counting = replace(routing, capacity=capacity)
@@ -92,7 +92,7 @@ class Dispatch(Session):
                 placed = self._experts.arrange(came.topk_idx, handle.recv_count, listings, num_local, form, current)
                 handle = replace(handle, expert_rows=placed)
             came = self._formed(came, handle, form, current)
-            event = self._finish(current, run, (tokens, sent))
+            event = self._finish(current, run, (tokens, sent, form))
         return came, handle, event, bad_id
 
     def _push_counted(
