@@ -57,9 +57,9 @@ class Layer:
         finally:
             self.graph = self.stream.end_capture()
 
-    def replay(self, traffic: Traffic) -> tuple:
+    def replay(self, inputs: tuple) -> tuple:
         """The captured layer for other tokens. Returns (recv_x, combined_x, combined_topk_weights)."""
-        for mine, other in zip((self.x, self.topk_idx, self.weights), traffic.inputs(self.buffer.rank), strict=True):
+        for mine, other in zip((self.x, self.topk_idx, self.weights), inputs, strict=True):
             cupy.copyto(mine, other)
         self.graph.launch(self.stream)
         return self.received.recv_x, self.home.combined_x, self.home.combined_topk_weights
@@ -78,11 +78,17 @@ def replays(comm):
     """Many replays, eager calls among them; every result is right. The busy word never saw two at once."""
     buffer, layer, traffics = open_layer(comm)
     with buffer:
+        # All memory first: where ranks are threads, an allocation may wait for a kernel that waits for this thread.
+        inputs = [traffic.inputs(comm.rank) for traffic in traffics]
         expected = [(traffic.received(comm.rank)[0], *traffic.combined(comm.rank, 2)) for traffic in traffics]
         wrong = cupy.zeros((), bool)
+        for rows, sums, weights in expected:
+            wrong |= differ(rows, rows) | differ(sums, sums) | differ(weights, weights)
+        cupy.cuda.get_current_stream().synchronize()
+        comm.allgather(None)
         for number in range(REPLAYS):
             which = number % TRAFFICS
-            recv_x, combined_x, combined_weights = layer.replay(traffics[which])
+            recv_x, combined_x, combined_weights = layer.replay(inputs[which])
             rows, sums, weights = expected[which]
             wrong |= differ(recv_x[: len(rows)], rows) | differ(combined_x, sums) | differ(combined_weights, weights)
             if number % 100 == 50:
@@ -142,6 +148,8 @@ def pinned(comm):
         )
         for mine, other in zip((layer.x, layer.topk_idx, layer.weights), traffics[1].inputs(comm.rank), strict=True):
             cupy.copyto(mine, other)
+        layer.stream.synchronize()
+        comm.allgather(None)
         layer.graph.launch(layer.stream)
         layer.stream.synchronize()
         assert all(bool((array == 3).all()) for array in others)

@@ -8,7 +8,7 @@ import pytest
 import reference
 from cases import DTYPES, Case, values
 from multirank import checks, launch
-from test_options import biases
+from multirank.test_options import biases
 
 import cupyep
 
