@@ -55,6 +55,7 @@ def test_quantize(dtype, hidden, block, form, arch):
         (90, 3, 5, 4, "int64", "bfloat16", "bfloat16", 24),
         (40, 8, 40, 1, "int32", "float16", "float32", 7),
         (3, 1, 1, 128, "int64", "float32", "bfloat16", 10),
+        (12, 3, 2, 4, "int64", "bfloat16", "float32", 24),
         (0, 2, 4, 8, "int64", "float32", "float32", 4),
     ],
 )

@@ -73,8 +73,9 @@ class Dispatch(Session):
                 self._host_wait(counted_event)
                 counted = self._launcher.counted(shape, num_local)
                 self._handle_id, bad_id = handle_id + 1, counted.bad_id
-                facts = {"num_recv_tokens": fixed or sum(counted.rows), "num_recv_tokens_per_rank": counted.rows}
-                facts["num_recv_tokens_per_expert"] = counted.experts
+                facts = {"num_recv_tokens": fixed or sum(counted.rows)}
+                facts["num_recv_tokens_per_rank"] = [] if fixed else counted.rows
+                facts["num_recv_tokens_per_expert"] = [] if fixed else counted.experts
                 if not early or counted.verdict == Verdict.GROW:
                     blocks = {}  # of an arena that may be replaced now
                     blocks = self._push_counted(

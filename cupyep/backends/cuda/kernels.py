@@ -78,10 +78,11 @@ class Kernels:
         mover = plan.mover_of(shape.rows.row_bytes, self._mover, self._cc)
         name, make = ("push", plan.push_plan) if shape.operation == abi.Operation.PUSH else ("pull", plan.pull_plan)
         chosen = make(shape, self._num_ranks, mover, self._smem_limit)
-        module = jit.load(jit.build(self._request(name, chosen.constants)))
-        self._by_shape[self._key(shape)] = Kernel(
-            jit.function(module, name, chosen.smem_bytes), chosen.num_threads, chosen.smem_bytes
-        )
+        self._by_shape[self._key(shape)] = self._built(name, name, chosen)
+
+    def _built(self, name: str, file: str, chosen: plan.Plan) -> Kernel:
+        module = jit.load(jit.build(self._request(file, chosen.constants)))
+        return Kernel(jit.function(module, name, chosen.smem_bytes), chosen.num_threads, chosen.smem_bytes)
 
     def _load_local(self, shape: Shape) -> None:
         """The kernels of the expert layout: `local(name, ...)` of what a shape needs."""
@@ -96,9 +97,7 @@ class Kernels:
 
     def _add_local(self, key: Any, chosen: plan.Plan, file: str | None = None) -> None:
         if key not in self._by_shape:
-            module = jit.load(jit.build(self._request(file or key[0], chosen.constants)))
-            function = jit.function(module, key[0], chosen.smem_bytes)
-            self._by_shape[key] = Kernel(function, chosen.num_threads, chosen.smem_bytes)
+            self._by_shape[key] = self._built(key[0], file or key[0], chosen)
 
     def local(self, *key: Any) -> Kernel:
         """A kernel of the expert layout that was loaded."""

@@ -96,7 +96,7 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kMover": MOVERS[mover],
         "kRowBytes": row_bytes,
         "kVecBytes": math.gcd(row_bytes, 16),
-        "kDType": shape.signature["dtype"],
+        "kDType": int(checks.DTYPES[shape.dtype]),
         "kNumChunks": num_chunks,
         "kChunkBytes": chunk_bytes,
         "kSlotBytes": slot_bytes,
