@@ -70,7 +70,8 @@ class Bench:
                 raise AssertionError(f"rank {self.buffer.rank}: combine is off by {error}")
         rows = self.experts.handle.expert_rows
         listed = self.experts.recv_topk_idx >= 0
-        if not bool((self.experts.recv_x[rows.row_map[listed]] == self.sent.recv_x[cupy.nonzero(listed)[0]]).all()):
+        grouped, ranked = (array.view(np.uint16) for array in (self.experts.recv_x, self.sent.recv_x))
+        if not bool((grouped[rows.row_map[listed]] == ranked[cupy.nonzero(listed)[0]]).all()):
             raise AssertionError(f"rank {self.buffer.rank}: the expert layout holds other rows")
 
     # what is timed
