@@ -48,6 +48,37 @@ def test_quantize(dtype, hidden, block, form, arch):
     assert_bits("wide", gpu.read(at["wide"], x.shape, x.dtype), fp8_reference.dequantize(codes, scales, block, x.dtype))
 
 
+FAULTS = {  # of arrange.cu: what is left out or changed
+    "no barrier behind the zeros": ("smem[i] = 0;\n  __syncthreads();", "smem[i] = 0;"),
+    "no barrier behind the scan": ("row += listings;\n    }\n  }\n  __syncthreads();", "row += listings;\n    }\n  }"),
+    "CTAs before this one are forgotten": ("before < blockIdx.x", "before < 0"),
+    "a column's listings only": ("const u32 end = p.capacity * p.num_topk;", "const u32 end = p.capacity;"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_arrange_are_seen(fault):
+    """Each shows under some schedule. A missing __syncwarp does not: lanes part where a burst begins, not there."""
+    idx = np.random.default_rng(3).integers(0, 3, (70, 2)).astype(np.int32)
+    listed = [int((idx[:60] == expert).sum()) for expert in range(3)]
+    received = reference.Received(idx[:60], idx[:60], None, listed, [], [], np.zeros(0))
+    expected = expert_reference.expand(received, 2).row_map
+
+    def differs(seed, patch):
+        gpu = Gpu(seed)
+        row_map = gpu.empty(idx.nbytes)
+        fields = {"topk_idx": gpu.array(idx), "histograms": gpu.empty(24), "row_map": row_map, "offsets": gpu.empty(16),
+                  "received": gpu.array(np.array([60, *listed], np.int32)), "num_topk": 2, "num_local_experts": 3,
+                  "capacity": 70, "idx_bytes": 4, "alignment": 2}
+        gpu.launch("arrange_count", "arrange", "sm_90", {}, abi.ARRANGE_PARAMS, 2, 64, 12, **fields)
+        gpu.launch("arrange_place", "arrange", "sm_90", {}, abi.ARRANGE_PARAMS, 2, 64, 24, patch, **fields)
+        got = gpu.read(row_map, idx.shape, np.int32)
+        return (got[:60] != expected).any() or (got[60:] != -1).any()
+
+    patch = (("kernels/arrange.cu", *FAULTS[fault]),)
+    assert not differs(0, ()) and any(differs(seed, patch) for seed in range(60))
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     ("num_tokens", "num_topk", "num_local", "alignment", "idx_dtype", "dtype", "wire", "hidden"),
