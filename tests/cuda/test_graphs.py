@@ -177,6 +177,7 @@ def overlapping(comm):
     """A replay that is not ordered after an asynchronous call: an error record on all ranks, no corruption."""
     buffer, layer, traffics = open_layer(comm)
     handle = check(buffer, traffics[0]).handle
+    buffer.dispatch(layer.x, handle=handle).event.synchronize()  # a shape's first use waits on the host
     try:
         if comm.rank == CULPRIT:
             busy(1.0)

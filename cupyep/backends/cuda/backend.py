@@ -103,6 +103,7 @@ class CudaBackend(Dispatch, Combine):
 
     def capture(self) -> CudaEvent:
         with cupy.cuda.Device(self._device):
+            self._blocks.settle()  # what was released so far waits for no more than this event does
             event = cupy.cuda.Event(disable_timing=True)
             event.record(cupy.cuda.get_current_stream())
             return CudaEvent(event, self._checked)

@@ -27,12 +27,13 @@ class Blocks:
         """
         graphs.release_unused()
         blocks = {name: self._arena.block(size, current) for name, size in sizes.items()}
-        self._settle()
+        self.settle()
         self._pin(blocks)
         return blocks
 
-    def _settle(self) -> None:
-        """What is allocated next may have been in use: our stream waits. A graph cannot; there the host does."""
+    def settle(self) -> None:
+        """Takes back what was released. It may be in use still: our stream waits. A graph cannot; there the host does."""
+        self._arena.drain()
         for stream in self._arena.take_waiting():
             if not self._comm_stream.stream.is_capturing:
                 self._comm_stream.follow(stream)
@@ -56,8 +57,7 @@ class Blocks:
         The pool would reuse its memory in the order of one stream; as a block it waits for both.
         """
         graphs.release_unused()
-        self._arena.drain()
-        self._settle()
+        self.settle()
         num_bytes = max(1, _num_bytes(shape, dtype))
         block = self._arena.adopt(cupy.get_default_memory_pool().malloc(num_bytes), num_bytes, current)
         self._pin(block)

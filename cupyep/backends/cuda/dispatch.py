@@ -35,76 +35,80 @@ class Dispatch(Session):
 
     def dispatch(self, tokens: Tokens, num_experts: int, form: Form, run: Run) -> tuple:
         shape, size, fixed = tokens.shape(form.by_expert), self._comm.size, form.num_worst_tokens
-        rows = shape.rows
         num_sms, num_local, num_tokens = self._num_sms(run), num_experts // size, len(tokens.x)
-        early, capacity, free = shape in self._prepared, fixed or _ANY, self._arena.largest
-        not_captured = "" if early and fixed else f"num_worst_tokens= is needed, and {self._not_loaded}"
+        ready, free = shape in self._prepared, self._arena.largest
+        not_captured = "" if ready and fixed else f"num_worst_tokens= is needed, and {self._not_loaded}"
         with self._operation(Operation.COUNT, run, not_captured) as current:
-            sent, handle_id = tokens.map(plain), self._handle_id
+            sent = tokens.map(plain)
             order = self._blocks.lent((num_tokens, size), np.int32, current)
             words = self._blocks.lent((2 + size + 1 + num_local,), np.int32, current)
-            routing = Routing(handle_id, num_experts, order, words, capacity)
-
-            def push(blocks: dict[str, Block] | ArenaExhaustedError, capacity: int) -> None:
-                if fixed and isinstance(blocks, dict) and blocks:  # no row comes to the tail: -1 stays there
-                    idx = blocks["idx"]
-                    runtime.memsetAsync(idx.address, 0xFF, idx.size, self._comm_stream.stream.ptr)
-                self._launcher.push(shape, replace(routing, capacity=capacity), sent, offsets(blocks), num_sms)
-
+            routing = Routing(self._handle_id, num_experts, order, words, fixed or _ANY)
             blocks: dict[str, Block] | ArenaExhaustedError = {}
-            if early:
-                if fixed:
-                    blocks = self._blocks.try_allocate(rows.parts(fixed), current)
-                    capacity = fixed if isinstance(blocks, dict) else 0
-                elif capacity := min(size * self.capacity.max_tokens_per_rank, rows.fitting(free)):
-                    blocks = self._blocks.allocate(rows.parts(capacity), current)
+            if ready:
+                blocks, capacity = self._blocks_ahead(shape, fixed, free, current)
+                routing = replace(routing, capacity=capacity)
             with self._launching(Operation.COUNT, current):
-                most = _ANY if fixed else self.capacity.max_tokens_per_rank
-                counting = replace(routing, capacity=capacity)
-                self._launcher.count(shape, counting, sent.topk_idx, most, free, form)
+                most_tokens = _ANY if fixed else self.capacity.max_tokens_per_rank
+                self._launcher.count(shape, routing, sent.topk_idx, most_tokens, free, form)
                 counted_event = self._comm_stream.record()
-                if early:
-                    push(blocks, capacity)
-            if early and fixed and isinstance(blocks, dict):
-                self._handle_id += 1
-                facts: dict[str, Any] = {"num_recv_tokens": fixed, "num_recv_tokens_per_rank": []}
-                facts["num_recv_tokens_per_expert"], bad_id = [], None
-            else:
+                if ready:
+                    self._push(shape, routing, sent, blocks, fixed, num_sms)
+            counted = None
+            if not (ready and fixed) or isinstance(blocks, ArenaExhaustedError):
                 self._host_wait(counted_event)
                 counted = self._launcher.counted(shape, num_local)
-                self._handle_id, bad_id = handle_id + 1, counted.bad_id
-                facts = {"num_recv_tokens": fixed or sum(counted.rows)}
-                facts["num_recv_tokens_per_rank"] = [] if fixed else counted.rows
-                facts["num_recv_tokens_per_expert"] = [] if fixed else counted.experts
-                if not early or counted.verdict == Verdict.GROW:
-                    blocks = {}  # of an arena that may be replaced now
-                    blocks = self._push_counted(
-                        shape, counted.most_tokens, facts["num_recv_tokens"], words, push, current
-                    )
+            self._handle_id += 1
+            num_recv = fixed or sum(counted.rows)  # type: ignore[union-attr]
+            routing = replace(routing, capacity=num_recv)
+            if counted and (not ready or counted.verdict == Verdict.GROW):
+                blocks = {}  # of an arena that may be replaced now
+                self.prepare(shape, counted.most_tokens)
+                blocks = self._push_counted(shape, routing, sent, fixed, num_sms, current)
             if isinstance(blocks, ArenaExhaustedError):  # no peer has a row for us, or COUNT would have told all ranks
                 raise blocks
-            routing = replace(routing, capacity=facts["num_recv_tokens"])
             handle = CudaHandle(
-                num_tokens, rows.num_topk, num_experts, **facts, handle_id=handle_id, owner=self, routing=routing
+                num_tokens=num_tokens,
+                num_topk=shape.rows.num_topk,
+                num_experts=num_experts,
+                num_recv_tokens=num_recv,
+                num_recv_tokens_per_rank=counted.rows if counted and not fixed else [],
+                num_recv_tokens_per_expert=counted.experts if counted and not fixed else [],
+                handle_id=routing.handle_id,
+                owner=self,
+                routing=routing,
             )
-            came = received(blocks, shape, handle.num_recv_tokens)
+            came = received(blocks, shape, num_recv)
             if form.by_expert:
                 listings = handle.num_recv_tokens_per_expert
                 placed = self._experts.arrange(came.topk_idx, handle.recv_count, listings, num_local, form, current)
                 handle = replace(handle, expert_rows=placed)
             came = self._formed(came, handle, form, current)
             event = self._finish(current, run, (tokens, sent, form))
-        return came, handle, event, bad_id
+        return came, handle, event, counted.bad_id if counted else None
+
+    def _blocks_ahead(self, shape: Shape, fixed: int, free: int, current: Any) -> tuple:
+        """(blocks for rows that are not counted yet, or why there are none; how many rows they hold)."""
+        if fixed:
+            blocks = self._blocks.try_allocate(shape.rows.parts(fixed), current)
+            return blocks, 0 if isinstance(blocks, ArenaExhaustedError) else fixed
+        capacity = min(self._comm.size * self.capacity.max_tokens_per_rank, shape.rows.fitting(free))
+        return self._blocks.allocate(shape.rows.parts(capacity), current) if capacity else {}, capacity
+
+    def _push(self, shape: Shape, routing: Routing, sent: Tokens, blocks: Any, fixed: int, num_sms: int) -> None:
+        """Launches PUSH. Ids of rows that will not come are -1 beforehand."""
+        if fixed and isinstance(blocks, dict):
+            idx = blocks["idx"]
+            runtime.memsetAsync(idx.address, 0xFF, idx.size, self._comm_stream.stream.ptr)
+        self._launcher.push(shape, routing, sent, offsets(blocks), num_sms)
 
     def _push_counted(
-        self, shape: Shape, most_tokens: int, num_rows: int, words: Any, push: Any, current: Any
+        self, shape: Shape, routing: Routing, sent: Tokens, fixed: int, num_sms: int, current: Any
     ) -> dict[str, Block]:
-        """PUSH where the counts are known already. A rank may have no block: then all ranks raise, at once."""
-        self.prepare(shape, most_tokens)
-        granted = self._blocks.try_allocate(shape.rows.parts(num_rows), current)
+        """PUSH where the counts are known. A rank may have no block: then all ranks raise, at once."""
+        granted = self._blocks.try_allocate(shape.rows.parts(routing.capacity), current)
         with self._launching(Operation.PUSH, current):
-            runtime.memsetAsync(words.data.ptr, 0, 4, self._comm_stream.stream.ptr)  # COUNT may have set skip
-            push(granted, num_rows)
+            runtime.memsetAsync(routing.words.data.ptr, 0, 4, self._comm_stream.stream.ptr)  # COUNT may have set skip
+            self._push(shape, routing, sent, granted, fixed, num_sms)
         self._host_wait(self._comm_stream.record())
         self._launcher.check()
         assert isinstance(granted, dict)

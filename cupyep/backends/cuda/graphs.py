@@ -28,8 +28,10 @@ def pin(stream: cupy.cuda.Stream, objects: Any) -> None:
     Source: CUDA user objects. The graph owns one that names the objects; they are let go at the next call after its
     destructor has run.
     """
-    from cuda.bindings import driver
-
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise StateError("graph capture: needs the package cuda-bindings, which is not installed") from error
     release_unused()
     _, _, graph, *_ = _checked(driver.cuStreamGetCaptureInfo(stream.ptr))
     number = next(_numbers)
