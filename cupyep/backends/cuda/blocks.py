@@ -32,7 +32,7 @@ class Blocks:
         return blocks
 
     def settle(self) -> None:
-        """Takes back what was released. It may be in use still: our stream waits. A graph cannot; there the host does."""
+        """Takes back what was released; our stream waits for its users. A graph cannot: there the host does."""
         self._arena.drain()
         for stream in self._arena.take_waiting():
             if not self._comm_stream.stream.is_capturing:
