@@ -52,7 +52,8 @@ class Dispatch(Group):
             topk_weights: `[num_tokens, num_topk]` float32, or None.
             num_experts: of all ranks together, a multiple of their number; expert e lives on rank
                 e // (num_experts / num_ranks). None: the length of num_tokens_per_expert.
-            handle: of an earlier dispatch: repeats its routing for another x, without topk_idx and without counting.
+            handle: of an earlier dispatch: repeats its routing and layout for another x, without topk_idx and without
+                counting.
             copy: results in memory of their own instead of the arena; for results that are kept, as in training.
             scales_order: "C" or "F": received scales row-major, or column-major, which takes a local copy.
             num_worst_tokens: rows of all results, whatever comes: the host waits for no count. The first
@@ -96,10 +97,19 @@ class Dispatch(Group):
         checks.boolean("copy", copy)
         checks.one_of("scales_order", scales_order, ("C", "F"))
         if handle is not None:
-            given = {"topk_idx": topk_idx, "topk_weights": topk_weights, "num_worst_tokens": num_worst_tokens or None}
+            given = {
+                "topk_idx": topk_idx,
+                "topk_weights": topk_weights,
+                "num_worst_tokens": num_worst_tokens or None,
+                "cumulative_local_expert_recv_stats": cumulative_local_expert_recv_stats,
+                "dispatch_wait_us": dispatch_wait_us,
+            }
             for name, value in given.items():
                 if value is not None:
                     raise ValueError(f"{name}: expected None with handle=, got one")
+            self._check_handle(backend, handle)
+            if checks.one_of("layout", layout, ("rank", "expert")) == "expert" and handle.expert_rows is None:
+                raise ValueError("layout: expected 'rank', that of the handle's dispatch, got 'expert'")
             form = Form(copy, scales_order, zero_gaps=checks.boolean("zero_gaps", zero_gaps))
             return self._cached_dispatch(backend, Tokens(x, scales), handle, form, run)
         if topk_idx is None:
@@ -141,7 +151,6 @@ class Dispatch(Group):
         return self._result(came, handle, event)
 
     def _cached_dispatch(self, backend: Any, tokens: Tokens, handle: Handle, form: Form, run: Run) -> DispatchResult:
-        self._check_handle(backend, handle)
         checks.rows("x", tokens.x, handle.num_tokens, "num_tokens of the handle's dispatch")
         with self._watch():
             came, event = backend.cached_dispatch(tokens, handle, form, run)
@@ -159,7 +168,7 @@ class Dispatch(Group):
     @staticmethod
     def _payload(backend: Any, x: Any) -> tuple[Any, Any]:
         """x as (data, scales or None), checked."""
-        if not isinstance(x, (tuple, list)):
+        if not isinstance(x, tuple):
             x = backend.asarray("x", x)
             checks.payload("x", x)
             return x, None

@@ -181,6 +181,10 @@ def test_wrong_layouts(options, error, text, backend):
         with pytest.raises(error, match=text):
             buffer.dispatch(x, topk_idx, weights, num_experts=case.num_experts, **options)
         ranked = buffer.dispatch(x, topk_idx, weights, num_experts=case.num_experts)
+        with pytest.raises(ValueError, match=r"^layout: expected 'rank', .* got 'expert'"):
+            buffer.dispatch(x, handle=ranked.handle, layout="expert")
+        with pytest.raises(ValueError, match=r"^dispatch_wait_us: expected None with handle="):
+            buffer.dispatch(x, handle=ranked.handle, dispatch_wait_us=np.zeros(1, np.int64))
         with pytest.raises(ValueError, match=r"^wire_dtype: expected None in the rank layout"):
             buffer.combine(ranked.recv_x, ranked.handle, wire_dtype="f4")
         grouped = buffer.dispatch(x, topk_idx, weights, num_experts=case.num_experts, layout="expert")

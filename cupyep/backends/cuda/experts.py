@@ -20,6 +20,7 @@ from cupyep.handle import ExpertRows
 from cupyep.layout import align
 
 ARRANGE_WARPS = 8  # of a CTA: arrange_place keeps a histogram for each
+MAX_ARRANGE_CTAS = 64  # each adds up the histograms of those before it
 
 
 class Experts:
@@ -38,7 +39,8 @@ class Experts:
             num_rows = form.num_worst_rows(topk_idx.shape, num_local)
         offsets = self._blocks.lent((num_local + 1,), np.int32, current)
         row_map = self._blocks.lent(topk_idx.shape, np.int32, current)
-        histograms = self._blocks.lent((self._num_sms, num_local), np.int32, current)
+        num_ctas = min(self._num_sms, MAX_ARRANGE_CTAS)
+        histograms = self._blocks.lent((num_ctas, num_local), np.int32, current)
         experts = ExpertRows(num_rows, form.expert_alignment, offsets, row_map)
         call = Call(abi.ARRANGE_PARAMS, {})
         call.set(
@@ -50,7 +52,7 @@ class Experts:
         )
         for name, num_histograms in (("arrange_count", 1), ("arrange_place", ARRANGE_WARPS)):
             smem_bytes = 4 * num_histograms * num_local
-            self._kernels.local(name).launch(self._num_sms, call, self._stream, smem_bytes)
+            self._kernels.local(name).launch(num_ctas, call, self._stream, smem_bytes)
         return experts
 
     def expand(self, rows: Any, handle: CudaHandle, zero_gaps: bool, current: Any) -> Any:
