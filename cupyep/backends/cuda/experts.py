@@ -19,7 +19,6 @@ from cupyep.backends.cuda.launcher import CudaHandle
 from cupyep.handle import ExpertRows
 from cupyep.layout import align
 
-ARRANGE_WARPS = 8  # of a CTA: arrange_place keeps a histogram for each
 MAX_ARRANGE_CTAS = 64  # each adds up the histograms of those before it
 
 
@@ -50,9 +49,8 @@ class Experts:
             alignment=form.expert_alignment,
             **_row_map(experts, recv_count),
         )
-        for name, num_histograms in (("arrange_count", 1), ("arrange_place", ARRANGE_WARPS)):
-            smem_bytes = 4 * num_histograms * num_local
-            self._kernels.local(name).launch(num_ctas, call, self._stream, smem_bytes)
+        for name in ("arrange_count", "arrange_place"):
+            self._kernels.local(name).launch(num_ctas, call, self._stream)
         return experts
 
     def expand(self, rows: Any, handle: CudaHandle, zero_gaps: bool, current: Any) -> Any:

@@ -90,8 +90,8 @@ class Kernels:
             key = "reduce", shape.hidden, shape.local_dtype, shape.dtype
             self._add_local(key, plan.reduce_plan(*key[1:]))
             return
-        for name, warps in (("arrange_count", 1), ("arrange_place", 8)):
-            self._add_local((name,), plan.Plan({}, 256, 4 * warps * abi.MAX_LOCAL_EXPERTS), "arrange")
+        for name, chosen in plan.arrange_plans().items():
+            self._add_local((name,), chosen, "arrange")
         for row_bytes in filter(None, (shape.rows.row_bytes, shape.rows.scale_bytes)):
             self._add_local(("expand", row_bytes), plan.expand_plan(row_bytes))
 

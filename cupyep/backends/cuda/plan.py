@@ -109,6 +109,15 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
     return Plan(constants, num_threads, smem)
 
 
+def arrange_plans() -> dict[str, Plan]:
+    """The two kernels of ARRANGE: a histogram of the local experts for each CTA, then one for each warp."""
+    warps, histogram_bytes = 8, 4 * abi.MAX_LOCAL_EXPERTS
+    return {
+        "arrange_count": Plan({}, warps * 32, histogram_bytes),
+        "arrange_place": Plan({}, warps * 32, warps * histogram_bytes),
+    }
+
+
 def expand_plan(row_bytes: int) -> Plan:
     """EXPAND: the vector mover's walk over rows of `row_bytes`. Some constants only please the header's other mover."""
     constants = {
