@@ -56,6 +56,8 @@ def torch_fp8(comm):
         wide = torch.from_dlpack(cupyep.dequantize_fp8(recv, recv_scales))
         cupy.cuda.get_current_stream().synchronize()
         expected = again.float() * torch.from_dlpack(scales).repeat_interleave(128, dim=1)
+        with pytest.raises(TypeError, match=r"^x\[0\]: expected a type that CuPy has .*, got torch.float8_e4m3fn"):
+            buffer.dispatch((again, scales), topk_idx, num_experts=1)
         assert torch.equal(wide, expected.bfloat16()) and (wide.float() - x.float()).abs().max() < 0.2
 
 

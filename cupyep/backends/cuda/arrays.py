@@ -10,11 +10,18 @@ import numpy as np
 
 def asarray(name: str, value: Any) -> cupy.ndarray:
     """`value` on the current device, without a copy where possible. TypeError names the argument."""
-    if not isinstance(value, (cupy.ndarray, np.ndarray)) and hasattr(value, "__dlpack__"):
-        return cupy.from_dlpack(value)
-    if not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
+    if isinstance(value, cupy.ndarray):
+        return cupy.asarray(value)
+    is_exporter = not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__")
+    if not is_exporter and not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
         raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
-    return cupy.asarray(value)
+    try:
+        return cupy.from_dlpack(value) if is_exporter else cupy.asarray(value)
+    except (BufferError, TypeError, ValueError) as error:
+        dtype = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(
+            f"{name}: expected a type that CuPy has (fp8 travels as uint8), got {dtype}: {error}"
+        ) from error
 
 
 def aswritable(name: str, value: Any) -> cupy.ndarray:
