@@ -21,7 +21,7 @@ from cupyep.errors import (
     TopologyError,
     UnsupportedDeviceError,
 )
-from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
+from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, EventOverlap, Handle
 from cupyep.quantize import dequantize_fp8, quantize_fp8
 from cupyep.threads import run_local
 
@@ -35,6 +35,7 @@ __all__ = [
     "CupyepError",
     "DispatchLayout",
     "DispatchResult",
+    "EventOverlap",
     "Handle",
     "LocalComm",
     "MismatchError",

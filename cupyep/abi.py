@@ -140,6 +140,7 @@ class Flag(IntEnum):
 
     WEIGHTS = 1
     IDX64 = 2
+    EXPERT_LAYOUT = 4
 
 
 MAX_RANKS = 256
@@ -185,8 +186,20 @@ ROUTING = Struct("Routing", skip="u32", pad="u32")
 
 # The kernels' parameters. A ptr of 0 means: does not travel. order: [num_tokens][num_ranks] i32, a token's place among
 # this rank's tokens for that destination, or -1.
+# received: [1 + num_local_experts] i32: rows that come to us, listings of each of our experts. expert_stats [experts]
+# i32 and wait_stats [num_ranks] i64 grow by these listings, and by the microseconds until each rank's post was here.
 COUNT_PARAMS = Struct(
-    "CountParams", sync=SYNC, post=POST, topk_idx="ptr", order="ptr", routing="ptr", max_tokens="u32", pad="u32"
+    "CountParams",
+    sync=SYNC,
+    post=POST,
+    topk_idx="ptr",
+    order="ptr",
+    routing="ptr",
+    received="ptr",
+    expert_stats="ptr",
+    wait_stats="ptr",
+    max_tokens="u32",
+    pad="u32",
 )
 PUSH_PARAMS = Struct(
     "PushParams",
@@ -207,12 +220,20 @@ PULL_PARAMS = Struct(
     post=POST,
     out="ptr",
     out_weights="ptr",
+    bias=("u64", 2),
     order="ptr",
     routing="ptr",
     num_tokens="u32",
     pad="u32",
 )
 QUANTIZE_PARAMS = Struct("QuantizeParams", wide="ptr", codes="ptr", scales="ptr", num_tokens="u32", hidden="u32")
+# The expert layout. received: as COUNT left it; capacity: received rows that the arrays have room for.
+_ROW_MAP = {"row_map": "ptr", "offsets": "ptr", "received": "ptr", "num_topk": "u32", "num_local_experts": "u32"}
+ARRANGE_PARAMS = Struct(
+    "ArrangeParams", topk_idx="ptr", histograms="ptr", **_ROW_MAP, capacity="u32", idx_bytes="u32", alignment="u32"
+)
+EXPAND_PARAMS = Struct("ExpandParams", rows="ptr", expanded="ptr", **_ROW_MAP, capacity="u32", zero_gaps="u32")
+REDUCE_PARAMS = Struct("ReduceParams", expanded="ptr", rows="ptr", weights="ptr", **_ROW_MAP, capacity="u32")
 BARRIER_PARAMS = Struct("BarrierParams", sync=SYNC, post=POST)
 ABORT_PARAMS = Struct("AbortParams", sync=SYNC, word="u64")
 # The benchmarks' kernels (ceilings.cu): arrays to load from and to store to, units, and loads and stores for each unit.
@@ -264,6 +285,9 @@ KERNEL_STRUCTS = (
     BARRIER_PARAMS,
     ABORT_PARAMS,
     QUANTIZE_PARAMS,
+    ARRANGE_PARAMS,
+    EXPAND_PARAMS,
+    REDUCE_PARAMS,
     CEILING_PARAMS,
 )
 

@@ -17,6 +17,7 @@ ADDABLE = tuple(dtype for dtype, number in DTYPES.items() if number <= abi.DType
 
 MAX_TOKENS = 2**31 - 1  # of a rank: places are 32-bit
 MAX_ROW_BYTES = 2**31 - 1
+MAX_ALIGNMENT = 2**16  # rows
 MAX_SCALE_BYTES = 2**16  # of a token
 
 
@@ -108,6 +109,14 @@ def num_experts(value: Any, num_ranks: int) -> int:
         raise ValueError(f"num_experts: expected a multiple of the {num_ranks} ranks, got {value}")
     integer("num_experts / num_ranks", value // num_ranks, 1, abi.MAX_LOCAL_EXPERTS)
     return value
+
+
+def like(name: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    """`array` has this shape and type."""
+    if array.dtype != dtype:
+        raise TypeError(f"{name}: expected {dtype}, the type of combined_x, got {array.dtype}")
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(array.shape)}")
 
 
 def same(name: str, got: Any, expected: Any) -> None:

@@ -6,17 +6,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
 
 from cupyep import abi, backends, checks
-from cupyep.backends.base import Tokens
+from cupyep.backends.base import Outputs, Run, Tokens
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
 from cupyep.errors import ArenaExhaustedError, CupyepError, MismatchError, PeerError, PeerTimeoutError, StateError
+from cupyep.handle import EventOverlap, Handle
 
 Self = TypeVar("Self", bound="Group")
 
@@ -77,12 +77,15 @@ class Group:
         with_weights: bool = True,
         num_scales: int = 0,
         scale_dtype: Any = np.float32,
+        layout: str = "rank",
+        wire_dtype: Any = None,
         max_tokens_per_rank: int | None = None,
     ) -> None:
         """Does ahead of time what a shape's first dispatch and combine would do: sizes the arena, loads kernels.
 
         Args: as the arrays to come will have them; every rank must give the same. Units: elements, rows. With
             num_scales, for a dispatch of (data, scales); the combine, of another type, is then a prepare of its own.
+            layout and wire_dtype as in dispatch and combine.
         Sync: collective; blocks.
         """
         backend = self._ready("prepare")
@@ -104,15 +107,16 @@ class Group:
         self._check_num_tokens(backend, most)
         arguments = {"hidden": hidden, "dtype": x.dtype.name, "num_topk": num_topk, "idx_dtype": idx.dtype.name}
         arguments |= {"with_weights": with_weights, "max_tokens_per_rank": max_tokens_per_rank}
-        arguments |= {"num_scales": num_scales, "scale_dtype": np.dtype(scale_dtype).name}
+        arguments |= {"num_scales": num_scales, "scale_dtype": np.dtype(scale_dtype).name, "layout": layout}
+        by_expert = checks.one_of("layout", layout, ("rank", "expert")) == "expert"
+        wire = (x.dtype if wire_dtype is None else np.dtype(wire_dtype)) if by_expert else None
+        arguments["wire_dtype"] = None if wire is None else wire.name
         with self._watch():
             self._comm.agree("prepare", arguments, timeout_s=self._timeout_s)
             for weights in (None, np.empty(idx.shape, np.float32)) if with_weights else (None,):
-                shape = Tokens(x, scales, idx, weights).shape
-                backend.prepare(shape, most)
+                backend.prepare(Tokens(x, scales, idx, weights).shape(by_expert), most)
                 if scales is None:
-                    rows = replace(shape.rows, idx_bytes=0)
-                    backend.prepare(replace(shape, operation=abi.Operation.PULL, rows=rows), most)
+                    backend.prepare(Outputs(x, weights, wire_dtype=wire).shape(num_topk), most)
 
     def barrier(self) -> Any:
         """Until every rank has called it: on the host (numpy), or in the current stream's order (cuda). Collective.
@@ -206,6 +210,10 @@ class Group:
         state = "closed" if self._backend is None else "broken" if self._backend.broken else "open"
         return f"<cupyep.Buffer rank {self.rank} of {self.size}, {getattr(self, 'backend', '?')}, {state}>"
 
+    def capture(self) -> EventOverlap:
+        """An event behind what the current stream was given so far, for previous_event=. Local."""
+        return self._ready("capture").capture()
+
     # helpers
 
     def _ready(self, verb: str) -> Any:
@@ -236,6 +244,26 @@ class Group:
             backend.broken = error if is_ours else StateError(f"{type(error).__name__} was raised here: {error}")
             if tell:
                 backend.abort()
+
+    @staticmethod
+    def _run(
+        backend: Any, num_sms: int | None, previous_event: Any, async_finish: bool, allocate_on_comm_stream: bool
+    ) -> Run:
+        checks.boolean("async_finish", async_finish)
+        checks.boolean("allocate_on_comm_stream", allocate_on_comm_stream)
+        most = backend.max_num_sms
+        if num_sms is not None:
+            checks.integer("num_sms", num_sms, 1, most)
+        elif Group.num_sms:
+            num_sms = min(Group.num_sms, most) if most else Group.num_sms
+        return Run(num_sms, None if previous_event is None else backend.event(previous_event), async_finish)
+
+    @staticmethod
+    def _check_handle(backend: Any, handle: Any) -> None:
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle: expected a Handle from dispatch, got {type(handle).__name__}")
+        if handle.owner is not backend:
+            raise StateError("handle: expected one from this Buffer's dispatch, got another Buffer's")
 
     def _check_num_tokens(self, backend: Any, num_tokens: int) -> None:
         most = backend.agreed_max_tokens

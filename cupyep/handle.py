@@ -7,15 +7,36 @@ from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, eq=False)
+class ExpertRows:
+    """How received rows lie when they are grouped by expert (layout="expert"). Arrays are the backend's.
+
+    Attributes:
+        num_rows: rows of the expanded arrays, gaps included.
+        alignment: each expert's first row is a multiple of it.
+        offsets: `[num_local_experts + 1]` int32: the first row of each expert; the last is the end of the last group.
+        row_map: `[num_recv_tokens, num_topk]` int32: the expanded row of a received token's listing, or -1.
+    """
+
+    num_rows: int
+    alignment: int
+    offsets: Any
+    row_map: Any
+
+
+@dataclass(frozen=True, eq=False)
 class Handle:
     """The routing of one dispatch, as this rank sees it. Valid with the Buffer that made it, as often as wanted.
 
     Attributes:
         num_tokens, num_topk, num_experts: of the dispatch.
         send_row: `[num_tokens, num_ranks]` int32: the row that a token has in each rank's output, or -1.
-        num_recv_tokens: rows that this rank received.
+        num_recv_tokens: rows that this rank received; with num_worst_tokens, that number.
         num_recv_tokens_per_rank: the same by source rank; received rows are ordered by (source rank, source token).
-        num_recv_tokens_per_expert: listings of each local expert among the received rows.
+        num_recv_tokens_per_expert: listings of each local expert among the received rows. Both lists are empty with
+            num_worst_tokens, where the host does not know.
+        recv_count: `[1]` int32 where the backend computes: rows that came. A graph's replay writes it anew.
+        recv_count_per_expert: `[num_local_experts]` int32 there: listings of each local expert.
+        expert_rows: where rows lie in the expert layout; None in the rank layout.
         handle_id: equal on all ranks; they must combine with the handle of the same dispatch.
     """
 
@@ -27,10 +48,30 @@ class Handle:
     num_recv_tokens_per_expert: list[int]
     handle_id: int
     owner: object = field(repr=False)
+    expert_rows: ExpertRows | None = field(default=None, repr=False, kw_only=True)
 
     @property
     def send_row(self) -> Any:
         raise NotImplementedError  # each backend keeps it in its own way
+
+
+class EventOverlap:
+    """The end of an operation. Of this class itself: one that was complete when its call returned (NumPy).
+
+    As a context manager it says what may run meanwhile: `with result.event: ...` ends with current_stream_wait().
+    """
+
+    def current_stream_wait(self) -> None:
+        """Orders the current stream after the operation. The host does not wait."""
+
+    def synchronize(self) -> None:
+        """Waits on the host; raises what went wrong in the operation, if anything did."""
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.current_stream_wait()
 
 
 class DispatchResult(NamedTuple):

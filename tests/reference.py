@@ -98,11 +98,17 @@ def dispatch(
     return results
 
 
-def combine(ys: list[np.ndarray], received: list[Received], num_tokens: list[int]) -> list[np.ndarray]:
+def combine(
+    ys: list[np.ndarray],
+    received: list[Received],
+    num_tokens: list[int],
+    biases: list[list[np.ndarray]] | None = None,
+) -> list[np.ndarray]:
     """Every rank's combined tokens: per home rank [num_tokens[rank], width], of the rows `ys[rank]` [N, width].
 
-    A token's rows are added in float32, starting at +0, in ascending order of the rank they come back from, and rounded
-    once to ys' dtype. For the weights pass float32 [N, K] arrays as ys.
+    A token's rows are added in float32, in ascending order of the rank they come back from, starting at +0 and the home
+    rank's biases [num_tokens[rank], width] in their order, and rounded once to ys' dtype. For the weights pass float32
+    [N, K] arrays as ys.
     """
     dtype, width = ys[0].dtype, ys[0].shape[1]
     outputs = []
@@ -110,6 +116,9 @@ def combine(ys: list[np.ndarray], received: list[Received], num_tokens: list[int
         output = np.empty((count, width), dtype)
         for token in range(count):
             total = np.zeros(width, np.float32)
+            for bias in biases[home] if biases else ():
+                with np.errstate(over="ignore", invalid="ignore"):
+                    total = np.add(total, widen(bias[token]), dtype=np.float32)
             for rank, row in enumerate(received[home].send_row[token].tolist()):
                 if row >= 0:
                     with np.errstate(over="ignore", invalid="ignore"):  # inf - inf and sums past the largest float

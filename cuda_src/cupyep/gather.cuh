@@ -24,6 +24,15 @@ __device__ __forceinline__ int order_at(const PullParams& p, u32 token, u32 rank
   return reinterpret_cast<const int*>(p.order)[static_cast<u64>(token) * cfg::kNumRanks + rank];
 }
 
+// Sums start with the bias at byte `at` of the output: our own memory, read before we wait for peers' rows.
+template <int kBytes>
+__device__ __forceinline__ void add_bias(const PullParams& p, u64 at, float* sums) {
+#pragma unroll
+  for (u32 i = 0; i < 2; ++i) {
+    if (p.bias[i] != 0) accumulate<cfg::kDType>(sums, *reinterpret_cast<const VecOf<kBytes>*>(p.bias[i] + at));
+  }
+}
+
 #if __CUDA_ARCH__ >= 900
 // Hides how a value was made, so that it stays in a register instead of being made anew at each use in a hot loop.
 __device__ __forceinline__ u32 in_register(u32 value) {
@@ -159,7 +168,15 @@ class TmaGather {
     for (u32 unit = 0; unit < num_units; ++unit) {
       const u32 token = index_of(unit) / cfg::kNumChunks, offset = index_of(unit) % cfg::kNumChunks * cfg::kChunkBytes;
       const u32 num_vecs = chunk_bytes(offset) / 16;
+      const u64 row = static_cast<u64>(token) * cfg::kRowBytes + offset;
       float sums[cfg::kVecsPerThread][kPerVec] = {};
+      if (p.bias[0] != 0) {
+#pragma unroll
+        for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
+          const u32 at = thread + j * kThreads;
+          if (kExact || at < num_vecs) add_bias<16>(p, row + at * 16, sums[j]);
+        }
+      }
       bool more = true;
       while (more) {
         // sync(row.load) ACQUIRE.cta: every lane observes the phase (H1). Pairs with RELEASE in load.
@@ -192,7 +209,7 @@ class TmaGather {
         } while (row < num_rows);
         if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
       }
-      u8* out = reinterpret_cast<u8*>(p.out) + static_cast<u64>(token) * cfg::kRowBytes + offset;
+      u8* out = reinterpret_cast<u8*>(p.out) + row;
 #pragma unroll
       for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
         if (kExact || thread + j * kThreads < num_vecs) {
@@ -225,6 +242,11 @@ class VectorGather {
       for (u32 word = 0; word < kRankWords; ++word) orders[word] = order_at(p, token, word * 32 + lane);
       for (u32 start = 0; start < kNumVecs; start += 32 * kBatch) {
         float sums[kBatch][kPerVec] = {};
+        const u64 first = static_cast<u64>(token) * cfg::kRowBytes;
+        for (u32 j = 0; p.bias[0] != 0 && j < kBatch; ++j) {
+          const u32 at = start + 32 * j + lane;
+          if (at < kNumVecs) add_bias<cfg::kVecBytes>(p, first + at * cfg::kVecBytes, sums[j]);
+        }
 #pragma unroll
         for (u32 word = 0; word < kRankWords; ++word) {
           for (u32 left = __ballot_sync(~0u, orders[word] >= 0); left != 0; left &= left - 1) {
@@ -242,7 +264,7 @@ class VectorGather {
             }
           }
         }
-        Vec* out = reinterpret_cast<Vec*>(reinterpret_cast<u8*>(p.out) + static_cast<u64>(token) * cfg::kRowBytes);
+        Vec* out = reinterpret_cast<Vec*>(reinterpret_cast<u8*>(p.out) + first);
 #pragma unroll
         for (u32 j = 0; j < kBatch; ++j) {
           if (start + 32 * j + lane < kNumVecs) {

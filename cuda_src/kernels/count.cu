@@ -3,6 +3,7 @@
 //   in    topk_idx [num_tokens][num_topk], i32 or i64
 //   out   order [num_tokens][ranks] i32: the token's place among our tokens for that rank, or -1
 //         routing: base[rank] = our first row at that rank; skip = 1 if the push launched behind us must not run
+//         received: rows that come to us and listings of our experts; the caller's statistics, or 0
 //         to every peer: our counts (rows for each rank, listings of each of its experts), with our post
 //         to the host: rows from each rank, listings of our experts, most tokens of any rank, a bad id, and the first
 //         rank that would get more rows than the capacity it has posted
@@ -117,6 +118,13 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
     }
   }
 
+  if (p.wait_stats != 0) {  // a thread per peer, and then the real wait, which is over at once
+    const u64 start = ptx::globaltimer();
+    for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
+      wait_word(p.sync, &post_slot(p.sync, p.sync.rank, epoch, peer)->epoch, epoch, cfg::kOperationCount, peer);
+      reinterpret_cast<long long*>(p.wait_stats)[peer] += (ptx::globaltimer() - start) / 1000;
+    }
+  }
   u32 verdict = wait_posts(p.sync, cfg::kOperationCount, epoch);
   Routing* routing = reinterpret_cast<Routing*>(p.routing);
   int* base = reinterpret_cast<int*>(routing + 1);
@@ -141,6 +149,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
       host_rows[rank] = counts[rank * cfg::kCountsWords + p.sync.rank];
       atomicMax(&most_tokens, theirs.num_tokens);
       if (all > theirs.capacity) atomicMin(&failed_rank, rank);
+      if (rank == p.sync.rank) *reinterpret_cast<u32*>(p.received) = all;
     }
     for (u32 expert = threadIdx.x; expert < num_local; expert += blockDim.x) {
       u32 sum = 0;
@@ -148,6 +157,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
         sum += counts[source * cfg::kCountsWords + cfg::kNumRanks + expert];
       }
       host_experts[expert] = sum;
+      reinterpret_cast<u32*>(p.received)[1 + expert] = sum;
+      if (p.expert_stats != 0) reinterpret_cast<u32*>(p.expert_stats)[expert] += sum;
     }
     __syncthreads();
     // All ranks have the same counts and posts, so all come to the same verdict.
@@ -164,8 +175,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
     routing->skip = verdict != cfg::kVerdictDone;
     HostRecord* host = reinterpret_cast<HostRecord*>(record);
     host->most_tokens = most_tokens;
-    host->has_bad_id = bad_at != ~0ull;
-    if (bad_at != ~0ull) host->bad_id = id_at(p, bad_at);
+    if (bad_at != ~0ull) host->has_bad_id = 1, host->bad_id = id_at(p, bad_at);  // the host clears it: replays of a graph add up
     host->failed_rank = failed_rank;
     host->failed_rows = failed_rows;
   }

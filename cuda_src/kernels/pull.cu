@@ -1,6 +1,7 @@
 // PULL: each of our tokens becomes the sum of its rows at the ranks that it was sent to.
 //
 //   in    order and routing from COUNT; every rank's posted block: rows and, if they travel, weights
+//         bias: up to two addends [num_tokens][kRowBytes], or 0
 //   out   out [num_tokens][kRowBytes], out_weights [num_tokens][num_topk] f32, or 0: our own memory, nobody else's
 //   sync  post (H5: the rows may be read), done (H9: the blocks may be reused)
 //   moves each row once over the link into shared memory; the sum, in fp32 by ascending rank, once to memory
@@ -48,6 +49,7 @@ __device__ __forceinline__ void pull_weights(const PullParams& p, const Sources&
 extern "C" __global__ void __launch_bounds__(cfg::kPullThreads, 1) pull(const __grid_constant__ PullParams p) {
   extern __shared__ __align__(128) u8 smem[];
   __shared__ Sources from;
+  if (reinterpret_cast<const Routing*>(p.routing)->skip) return;  // nor did PUSH run, on any rank
   const u32 epoch = begin(p.sync, cfg::kOperationPull);
   Gather gather(smem);
   if (blockIdx.x == 0) post(p.sync, p.post, epoch);

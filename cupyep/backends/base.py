@@ -12,6 +12,7 @@ from cupyep import abi, checks
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import CupyepError
+from cupyep.handle import EventOverlap
 from cupyep.layout import RowLayout, align
 
 BLOCKS_PER_ARENA = 3  # worst-case blocks: a dispatch output, a combine input, and one more result kept by the caller
@@ -26,13 +27,18 @@ class Shape:
     dtype: Any  # NumPy dtype
     rows: RowLayout
     scale_dtype: Any = None  # NumPy dtype of the scales that travel
+    by_expert: bool = False  # received rows are grouped by expert
+    local_dtype: Any = (
+        None  # by_expert, PULL: of the experts' outputs; dtype is what they are reduced to before they travel
+    )
 
     @property
     def signature(self) -> dict[str, int]:
         """The words that every rank must post alike, apart from operation, num_experts and handle_id."""
         flags = abi.Flag.WEIGHTS * self.rows.with_weights | abi.Flag.IDX64 * (self.rows.idx_bytes == 8)
+        flags |= abi.Flag.EXPERT_LAYOUT * self.by_expert
         return {
-            "dtype": checks.DTYPES[self.dtype],
+            "dtype": checks.DTYPES[self.dtype] + 16 * checks.DTYPES.get(self.local_dtype, 0),
             "row_bytes": self.rows.row_bytes,
             "num_topk": self.rows.num_topk,
             "flags": flags,
@@ -49,8 +55,7 @@ class Tokens:
     topk_idx: Any = None
     topk_weights: Any = None
 
-    @property
-    def shape(self) -> Shape:
+    def shape(self, by_expert: bool = False) -> Shape:
         """Of the PUSH that sends them."""
         idx, scales, row_bytes = self.topk_idx, self.scales, self.x.shape[1] * self.x.dtype.itemsize
         rows = RowLayout(
@@ -61,7 +66,7 @@ class Tokens:
             scale_bytes=0 if scales is None else scales.shape[1] * scales.dtype.itemsize,
         )
         scale_dtype = None if scales is None else scales.dtype
-        return Shape(abi.Operation.PUSH, self.x.shape[1], self.x.dtype, rows, scale_dtype)
+        return Shape(abi.Operation.PUSH, self.x.shape[1], self.x.dtype, rows, scale_dtype, by_expert)
 
     def map(self, function: Callable[[Any], Any]) -> Tokens:
         """`function` of each array that travels."""
@@ -71,10 +76,49 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Form:
-    """What the results of a dispatch are to be like; see Buffer.dispatch."""
+    """What the results of a dispatch are to be like, and what is to be counted on the way; see Buffer.dispatch."""
 
     copy: bool = False
     scales_order: str = "C"
+    num_worst_tokens: int = 0  # 0: as many rows as come
+    by_expert: bool = False
+    expert_alignment: int = 1  # rows
+    zero_gaps: bool = False
+    expert_stats: Any = None
+    wait_stats: Any = None
+
+    def num_worst_rows(self, topk_shape: tuple[int, ...], num_local_experts: int) -> int:
+        """The most rows by expert: every listing has one, and each group a gap."""
+        num_tokens, num_topk = topk_shape
+        return align(num_tokens * num_topk + num_local_experts * (self.expert_alignment - 1), self.expert_alignment)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a combine brings home: rows, their weights or None, and up to two addends of the sums."""
+
+    x: Any
+    topk_weights: Any = None
+    bias: tuple[Any, ...] = ()
+    wire_dtype: Any = None  # NumPy dtype: in the expert layout x is reduced to it, with the weights, before it travels
+
+    def shape(self, num_topk: int) -> Shape:
+        """Of the PULL that adds them."""
+        hidden, dtype = self.x.shape[1], self.wire_dtype or self.x.dtype
+        with_weights = self.topk_weights is not None and self.wire_dtype is None
+        rows = RowLayout(hidden * dtype.itemsize, num_topk, 0, with_weights)
+        if self.wire_dtype is None:
+            return Shape(abi.Operation.PULL, hidden, dtype, rows)
+        return Shape(abi.Operation.PULL, hidden, dtype, rows, by_expert=True, local_dtype=self.x.dtype)
+
+
+@dataclass(frozen=True)
+class Run:
+    """When an operation runs, and on how much of the GPU; see Buffer.dispatch. previous_event is the backend's."""
+
+    num_sms: int | None = None
+    previous_event: Any = None
+    async_finish: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,24 +177,42 @@ class Backend(ABC):
         """`value` as an array of this backend, without a copy where possible. TypeError names the argument."""
 
     @abstractmethod
+    def aswritable(self, name: str, value: Any) -> Any:
+        """`value`, which the operation will write, as a contiguous array over the same memory."""
+
+    @abstractmethod
+    def overlap(self, one: Any, other: Any) -> bool:
+        """Whether two arrays may share memory."""
+
+    def event(self, value: Any) -> Any:
+        """`value` as an event that an operation can wait for."""
+        if not isinstance(value, EventOverlap):
+            raise TypeError(f"previous_event: expected an EventOverlap, got {type(value).__name__}")
+        return value
+
+    @abstractmethod
     def asnumpy(self, value: Any) -> Any:
         """`value` as a NumPy array (a copy from the GPU where it lies there)."""
 
     @abstractmethod
-    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, num_sms: int | None) -> tuple:
+    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, run: Run) -> tuple:
         """(received Tokens, handle, event, an id out of range or None). Collective."""
 
     @abstractmethod
-    def cached_dispatch(self, tokens: Tokens, handle: Any, form: Form, num_sms: int | None) -> tuple:
+    def cached_dispatch(self, tokens: Tokens, handle: Any, form: Form, run: Run) -> tuple:
         """(received Tokens, event): rows and scales only, along a routing that is known. Collective."""
 
     @abstractmethod
-    def combine(self, x: Any, handle: Any, topk_weights: Any, *, num_sms: int | None) -> tuple:
-        """(combined_x, combined_topk_weights, event). Collective."""
+    def combine(self, outputs: Outputs, handle: Any, out: Any, run: Run) -> tuple:
+        """(combined_x, which is `out` unless that is None, combined_topk_weights, event). Collective."""
 
     @abstractmethod
     def layout(self, topk_idx: Any, num_experts: int, *, strict: bool) -> tuple:
         """(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank, event). Local. `strict`: bad ids raise."""
+
+    def capture(self) -> Any:
+        """An event behind what the current stream was given so far."""
+        return EventOverlap()
 
     @abstractmethod
     def barrier(self) -> Any:
@@ -208,13 +270,3 @@ class Backend(ABC):
     @abstractmethod
     def close(self, *, collective: bool) -> None:
         """Frees what this rank holds; collective unless an error has broken the group."""
-
-
-class CompletedEvent:
-    """The event of an operation that is complete when the call returns (the NumPy backend)."""
-
-    def current_stream_wait(self) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""

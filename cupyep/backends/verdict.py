@@ -25,7 +25,7 @@ def _readable(field: str, expected: int, got: int) -> tuple[str, Any, Any]:
     if field == "operation":
         return field, Operation(expected).verb, Operation(got).verb
     if field == "dtype":
-        return field, abi.DType(expected).name.lower(), abi.DType(got).name.lower()
+        return field, _element(expected), _element(got)
     if field == "scales":
         names = [
             f"{value // 16} bytes of {abi.DType(value % 16).name.lower()}" if value else "none"
@@ -36,6 +36,12 @@ def _readable(field: str, expected: int, got: int) -> tuple[str, Any, Any]:
         names = [str([flag.name.lower() for flag in abi.Flag if value & flag]) for value in (expected, got)]
         return field, names[0], names[1]
     return field, expected, got
+
+
+def _element(value: int) -> str:
+    """The dtype word: a combine in the expert layout has the type before the local reduction in its upper bits."""
+    names = [abi.DType(part).name.lower() for part in (value // 16, value % 16) if part]
+    return " reduced to ".join(names)
 
 
 def abort_error(word: int, waited_s: float) -> CupyepError:

@@ -54,8 +54,8 @@ class Probe:
         """Moves units until one array of `src` or `dst` is through; see ceilings.cu. The host goes on at once."""
         padding = [0] * abi.CEILING_ARRAYS
         self._call.set(
-            src=(src + padding)[: abi.CEILING_ARRAYS],  # type: ignore[arg-type]
-            dst=(dst + padding)[: abi.CEILING_ARRAYS],  # type: ignore[arg-type]
+            src=(src + padding)[: abi.CEILING_ARRAYS],
+            dst=(dst + padding)[: abi.CEILING_ARRAYS],
             num_units=num_bytes // self.chunk_bytes,
             num_src=max(1, len(src)),
             num_dst=max(1, len(dst)),

@@ -66,7 +66,7 @@ class CudaRank(Rank):
         where = {"rows": self._offset(self.sent.recv_x), "weights": self._offset(self.sent.recv_topk_weights)}
         out, out_weights, _ = self.combined
         with self.device:
-            self.launcher.pull(self._pull_shape, self.sent.handle.routing, out, out_weights, where, num_sms)
+            self.launcher.pull(self._pull_shape, self.sent.handle.routing, out, out_weights, (), where, num_sms)
 
     def barrier(self, num_sms: int) -> None:
         with self.device:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyep.backends.base import Form, Tokens
+from cupyep.backends.base import Form, Outputs, Run, Tokens
 from cupyep.backends.numpy.backend import NumpyBackend
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
@@ -43,8 +43,8 @@ def run_rank(rank: int, connection: Connection) -> None:
     config = BufferConfig(backend="numpy", timeout_s=TIMEOUT_S)
     backend = NumpyBackend(PipeCommunicator(rank, connection), config)
     x, topk_idx = np.full((1, 8), 1 + rank, np.float32), np.array([[0, 1]])
-    came, handle, *_ = backend.dispatch(Tokens(x, topk_idx=topk_idx), 2, Form(), None)
-    combined_x, _, _ = backend.combine(came.x, handle, None, num_sms=None)
+    came, handle, *_ = backend.dispatch(Tokens(x, topk_idx=topk_idx), 2, Form(), Run())
+    combined_x, _, _ = backend.combine(Outputs(came.x), handle, None, Run())
     got = came.x[:, 0].tolist(), combined_x[:, 0].tolist()
     backend.close(collective=True)
     expected = [1.0, 2.0], [2.0 * (1 + rank)]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cupyep import abi, checks
-from cupyep.backends.base import CompletedEvent
 from cupyep.backends.cuda import jit
 from cupyep.errors import UnsupportedDeviceError
+from cupyep.handle import EventOverlap
 
 TMA_CAPABILITY = 90
 
@@ -119,6 +119,6 @@ def _kernel(device: int, request: jit.Request, function: str, smem_bytes: int) -
     return jit.function(jit.load(jit.build(request)), function, smem_bytes)
 
 
-def done() -> CompletedEvent:
+def done() -> EventOverlap:
     """The event of what is complete already, as on the CPU."""
-    return CompletedEvent()
+    return EventOverlap()

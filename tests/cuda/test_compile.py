@@ -105,6 +105,14 @@ QUANTIZE = tuple(
     for values in ((3, 128, 8, 1, 1), (2, 32, 2, 0, 0), (1, 1000, 16, 0, 0), (1, 1024, 4, 1, 0))
 )
 
+EXPERT_PLANS = {
+    "expand": [plan.expand_plan(row_bytes) for row_bytes in (14336, 224, 7, 200)],
+    "reduce": [
+        plan.reduce_plan(hidden, np.dtype(local), np.dtype(wire))
+        for hidden, local, wire in ((7168, BF16, BF16), (7168, BF16, "f4"), (2880, "f4", "f2"), (7, "f2", BF16))
+    ],
+}
+
 # A Latin square: every pair of row, target and number of ranks occurs, for push and for pull.
 BUILDS = (
     *(
@@ -122,8 +130,17 @@ BUILDS = (
         for target, num_ranks, scale_bytes in zip(TARGETS, RANKS, (224, 56, 37, 1024), strict=True)
     ),
     *(Build("quantize", target, 1, constants=constants) for target in TARGETS for constants in QUANTIZE),
+    *(Build("arrange", target, 1) for target in TARGETS),
+    *(
+        Build(kernel, target, 1, constants=tuple(chosen.constants.items()))
+        for target in (TARGETS[0], TARGETS[1], TARGETS[3])
+        for kernel, plans in EXPERT_PLANS.items()
+        for chosen in plans
+    ),
 )
 
+
+LOCAL = ("quantize", "arrange", "expand", "reduce")  # wait for nobody
 
 row_sizes = st.sampled_from([BF16, np.dtype("f2"), np.dtype("f4")]).flatmap(
     lambda dtype: st.tuples(st.integers(1, 60_000 // dtype.itemsize), st.just(dtype))
@@ -212,7 +229,7 @@ def test_shared_memory(build):
     """What the kernel declares itself and what its plan asks for are, together, what one CTA may have."""
     log = jit.build(build.request).with_suffix(".log").read_text()
     declared = max((int(number) for number in re.findall(r"(\d+) bytes smem", log)), default=0)
-    assert declared > 0 or build.kernel in ("barrier", "quantize")
+    assert declared > 0 or build.kernel in ("barrier", *LOCAL)
     assert declared + build.plan.smem_bytes <= build.target.smem_limit
 
 

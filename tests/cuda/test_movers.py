@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from cases import CASES
+from cases import CASES, Case
 from gpu_helpers import Traffic, check, mpi, open_buffer, threads
-from multirank import checks
+from multirank import checks, test_expert_layout, test_options, test_quantize
 
 from cupyep.backends.cuda import plan
 
@@ -46,6 +46,24 @@ def test_vector_mover_in_processes(used, monkeypatch):
     monkeypatch.setenv("CUPYEP_MOVER", "vector")
     cases = cases_of(2)[-4:]
     assert mpi(2, checks.run_cases, cases, "cuda", True, timeout_s=90) == [len(cases)] * 2
+    assert used() == {"vector"}
+
+
+def options(comm):
+    """What else dispatch and combine can do: scales, the expert layout, bias, fixed sizes."""
+    test_expert_layout.expert_layout(comm, "aligned", "cuda")
+    test_expert_layout.expert_layout(comm, "odd rows", "cuda")
+    test_quantize.dispatch_pairs(comm, "fp8", "F", "strided", False, "cuda")
+    test_quantize.dispatch_pairs(comm, "nvfp4", "C", "fortran", True, "cuda")
+    for hidden in (64, 7):
+        case = Case(num_ranks=3, tokens="uneven", hidden=hidden, dtype="bfloat16", routing="some -1", seed=hidden)
+        test_options.combine_with_bias(comm, case, 2, "cuda")
+        test_options.fixed_size(comm, case, "cuda")
+
+
+def test_vector_mover_with_options(used, monkeypatch):
+    monkeypatch.setenv("CUPYEP_MOVER", "vector")
+    threads(3, options, timeout_s=120)
     assert used() == {"vector"}
 
 

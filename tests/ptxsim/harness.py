@@ -18,12 +18,12 @@ from unittest import mock
 import cupy
 import numpy as np
 import reference
-from cases import Case
+from cases import Case, values
 from multirank.checks import assert_bits
 
 from cupyep import layout
 from cupyep.abi import Operation
-from cupyep.backends.base import Shape, Tokens
+from cupyep.backends.base import Form, Shape, Tokens
 from cupyep.backends.cuda import launcher, plan
 from cupyep.errors import CupyepError
 from ptxsim.memory import GLOBAL, POISON, Space
@@ -61,6 +61,7 @@ class Job:
     chunks: int = 1
     rows_only: bool = False  # ids and weights do not travel, as in a cached dispatch
     scale_bytes: int = 0  # of a token
+    num_bias: int = 0  # addends of combine
     own_plan: bool = False  # the backend's plan instead of a small one
     kernels: tuple[str, ...] = ("count", "push", "pull")
     absent: tuple[int, str] | None = None  # a rank, and the operation at which it is missing
@@ -100,7 +101,9 @@ class Rank:
         self.device_x, self.device_idx = self.array(self.x), self.array(self.topk_idx)
         self.device_weights = None if self.topk_weights is None else self.array(self.topk_weights)
         self.device_scales = self.array(self.scales) if group.job.scale_bytes else None
-        self.order, self.words = self.array(num_tokens * size * 4), self.array(4 * (2 + size))
+        self.order = self.array(num_tokens * size * 4)
+        self.words = self.array(4 * (3 + size + self.case.num_local_experts))
+        self.bias = tuple(self.array(addend) for addend in group.biases[rank])
         self.out = self.array(self.x.nbytes, num_tokens)
         self.out_weights = None if self.topk_weights is None else self.array(self.topk_weights.nbytes)
         self.pinned = Pinned(layout.HostLayout(size).num_bytes)
@@ -167,7 +170,7 @@ class Rank:
                 self.error = error
 
     def count(self) -> None:
-        self.launcher.count(self.push_shape, self.routing, self.device_idx, 1 << 20, 0)
+        self.launcher.count(self.push_shape, self.routing, self.device_idx, 1 << 20, 0, Form())
 
     def push(self) -> None:
         where = {name: self.dispatch_at + self.parts[name] for name in ("rows", "idx", "weights", "scales")}
@@ -179,7 +182,8 @@ class Rank:
 
     def pull(self) -> None:
         where = {name: self.combine_at + self.parts[name] for name in ("rows", "weights")}
-        self.launcher.pull(self.pull_shape, self.routing, self.out, self.out_weights, where, self.group.job.num_ctas)
+        self.launcher.pull(self.pull_shape, self.routing, self.out, self.out_weights, self.bias, where,
+                           self.group.job.num_ctas)
 
     def read_part(self, at: int, name: str, width: int, dtype: Any) -> np.ndarray:
         return self.space.read(self.rank, self.arena + at + self.parts[name], (self.capacity, width), dtype)
@@ -250,7 +254,8 @@ class Group:
         self.received_scales = [part.x for part in reference.dispatch(self.scales, [idx for _, idx, _ in inputs], None,
                                                                       case.num_experts)]
         self.answers = [case.outputs(rank, len(self.received[rank].x)) for rank in range(size)]
-        self.combined = reference.combine([y for y, _ in self.answers], self.received, case.num_tokens)
+        self.biases = [[values(rng, x.shape, x.dtype) for _ in range(job.num_bias)] for x, *_ in inputs]
+        self.combined = reference.combine([y for y, _ in self.answers], self.received, case.num_tokens, self.biases)
         self.combined_weights = reference.combine([w for _, w in self.answers], self.received, case.num_tokens) if (  # type: ignore[misc]
             case.weights) else None
         self.ranks = [Rank(self, rank) for rank in range(size)]

@@ -260,9 +260,11 @@ def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
 def _multiply(use: Operands, op: list[str], operands: list[Any]) -> Run:
     kind, put = op[-1], use.put(operands[0])
     wide = "wide" in op
-    if "hi" in op:
-        raise NotImplementedError(".".join(op))
     a, b = use.get(operands[1], kind), use.get(operands[2], kind)
+    if "hi" in op:
+        bits, to = 8 * DTYPES[kind].itemsize, DTYPES[kind]
+        return lambda cta, mask: put(cta, mask, np.asarray(
+            np.asarray(a(cta)).astype(object) * np.asarray(b(cta)).astype(object) >> bits).astype(to))
     dtype = np.dtype(f"{DTYPES[kind].kind}{DTYPES[kind].itemsize * (2 if wide else 1)}")
     if op[0] == "mul":
         if wide:

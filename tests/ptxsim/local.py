@@ -12,7 +12,7 @@ from cupyep import abi
 from cupyep.backends.cuda.kernels import Call
 from ptxsim.memory import Space
 from ptxsim.scheduler import Scheduler
-from ptxsim.sources import program
+from ptxsim.sources import Patch, program
 
 
 class Gpu:
@@ -35,11 +35,11 @@ class Gpu:
         return self.space.read(0, address, shape, np.dtype(dtype))
 
     def launch(self, kernel: str, file: str, arch: str, constants: dict[str, int], params: abi.Struct,
-               num_ctas: int, num_threads: int, smem_bytes: int = 0, **fields: int) -> None:
-        """Runs the kernel to its end under a schedule of this GPU's seed."""
+               num_ctas: int, num_threads: int, smem_bytes: int = 0, patch: Patch = (), **fields: int) -> None:
+        """Runs the kernel, with `patch` in its text, to its end under a schedule of this GPU's seed."""
         call = Call(params, {})
         call.set(**fields)
-        code = program(kernel, file, arch, 1, constants, ())
+        code = program(kernel, file, arch, 1, constants, patch)
         struct = ctypes.c_uint64.from_address(call.arguments).value
         scheduler = Scheduler(self.space, self.seed, 0, None, None)
         scheduler.run({0: [lambda: scheduler.launch(0, code, num_ctas, num_threads, smem_bytes,

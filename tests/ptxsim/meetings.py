@@ -53,6 +53,18 @@ def shuffle(use: Operands, op: list[str], operands: list[Any]) -> Run:
     return run
 
 
+def match(use: Operands, op: list[str], operands: list[Any]) -> Run:
+    """match.any: which lanes of the warp have the same value."""
+    put, value = use.put(operands[0]), use.get(operands[1], op[-1])
+
+    def run(cta: Cta, mask: np.ndarray) -> None:
+        values, here = np.broadcast_to(value(cta), mask.shape).reshape(-1, 32), mask.reshape(-1, 32)
+        same = (values[:, :, None] == values[:, None, :]) & here[:, None, :]
+        put(cta, mask, np.packbits(same, axis=2, bitorder="little").view(np.uint32)[:, :, 0].reshape(-1))
+
+    return run
+
+
 def elect(use: Operands, op: list[str], operands: list[Any]) -> Run:
     put_lane, put = use.put(operands[0][0]), use.put(operands[0][1])
 

@@ -28,6 +28,9 @@ JOBS = {
     "counts": Job(_THREE, rounds=2, kernels=("count", "push")),
     "vector": Job(_TWO, mover="vector", num_ctas=2),
     "vector3": Job(_THREE, mover="vector", rounds=2),
+    "scales": Job(_TWO, num_ctas=1, kernels=("count", "push"), scale_bytes=40 * 16),  # more than a warp's vectors
+    "scales only": Job(_TWO, num_ctas=1, kernels=("count", "push"), scale_bytes=12, rows_only=True),
+    "bias": Job(_THREE, num_bias=2),
     "absent": Job(_THREE, absent=(1, "push")),
     "stalled": Job(_TWO, stalled=(1, "push")),
 }
@@ -65,6 +68,16 @@ _FLIP = "if (++stage_ == cfg::kStages) stage_ = 0, phase_ ^= 1;"
 _SLOT_FLIP = "if (++slot == cfg::kSlots) slot = 0, phase ^= 1;"
 _TELL = "ptx::st_release_sys(done_word(sync, peer, sync.rank), epoch);"
 MUTANTS = [
+    # Scales and bias
+    mutant("push: scales of a warp's first vectors only", "scales", PUSH,
+           "for (u32 vec = lane + 32; vec < kScaleVecs; vec += 32) scales[vec] = token.scales[vec];"),
+    mutant("push: scales without ids are left out", "scales only", PUSH, "(p.topk_idx != 0 || kScaleVecs > 0)",
+           "(p.topk_idx != 0)"),
+    mutant("push: scales of the token before", "scales", PUSH, "static_cast<u64>(token) * kScaleVecs;",
+           "static_cast<u64>(token ? token - 1 : 0) * kScaleVecs;"),
+    mutant("pull: one addend only", "bias", GATHER, "for (u32 i = 0; i < 2; ++i) {", "for (u32 i = 0; i < 1; ++i) {"),
+    mutant("pull: bias of the first row", "bias", GATHER, "add_bias<16>(p, row + at * 16, sums[j])",
+           "add_bias<16>(p, at * 16, sums[j])"),
     # PUSH through the ring
     mutant("push: no wait for the load (H1)", "push", PUSH, "mover.wait(i);"),
     mutant("push: no expect_tx", "push", MOVER, "ptx::mbarrier_arrive_expect_tx(full_ + stage, unit.bytes);",

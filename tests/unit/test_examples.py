@@ -67,3 +67,30 @@ def test_sample_of_the_readme():
     done = run(sys.executable, "-W", "error", "-c", code[0])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[True, True, True, True]"
+
+
+@pytest.mark.parametrize(("launcher", "num_ranks"), [("threads", 4), ("mpi", 2)])
+def test_moe_training(launcher, num_ranks):
+    script = str(ROOT / "examples/moe_training.py")
+    done = run(*python(launcher, num_ranks), script, "--backend=numpy", "--steps=120")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"{num_ranks} ranks, numpy backend, 8 experts, top-2" and len(lines) == 9
+    assert re.fullmatch(r"largest relative difference of 120 losses: [\d.]+e-\d\d, ok \(limit 1e-03\)", lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [(["--steps=3"], "NOT LEARNT"), (["--tolerance=0", "--rate=1"], "TOO LARGE")]
+)
+def test_moe_training_fails_when_it_should(options, word):
+    done = run(sys.executable, str(ROOT / "examples/moe_training.py"), "--backend=numpy", "--steps=120", *options)
+    assert done.returncode == 1 and word in done.stdout, done.stdout + done.stderr
+
+
+def test_overlap():
+    sizes = ["--tokens=32", "--hidden=64", "--size=64", "--steps=2", "--backend=numpy"]
+    done = run(sys.executable, str(ROOT / "examples/overlap.py"), *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and lines[0] == "2 ranks, numpy backend, 32 tokens of 64 float16 per rank"
+    assert all(re.search(r"SMs: dispatch \d+ us, product \d+ us, .* saved -?\d+ us$", line) for line in lines[1:])

@@ -24,6 +24,7 @@ LAYERS = (
     {"model"},
     {"backends"},
     {"group", "threads", "quantize"},
+    {"dispatch", "combine"},
     {"buffer"},
     {""},
     {"tma"},

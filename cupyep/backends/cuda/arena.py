@@ -47,8 +47,10 @@ class Arena:
         self.peers = cupy.array(self.addresses, dtype=cupy.uint64)
         start = align(initial.nbytes)
         self.heap = FreeList(start, start + align(heap_bytes), comm.rank)
-        self.released: deque[tuple[int, int, set[int]]] = deque()  # see Block.__del__
+        self.released: deque[tuple[int, int, Any, set[int]]] = deque()  # see Block.__del__
+        self._returning: list[Any] = []  # memory of the pool; see take_waiting
         self.live: dict[int, tuple[weakref.ref[Block], set[int]]] = {}  # by offset: a block, its streams; until drain
+        self._adopted: dict[int, tuple[weakref.ref[Block], set[int]]] = {}  # the same of the pool's; do not keep us
         self.waiting: set[int] = set()  # streams of released blocks, for whoever reuses them
         self._streams: dict[int, Any] = {}  # by address; see remember
 
@@ -89,6 +91,12 @@ class Arena:
             runtime.deviceSynchronize()
         return block
 
+    def adopt(self, memory: cupy.cuda.MemoryPointer, num_bytes: int, stream: Any) -> Block:
+        """Memory of CuPy's pool as a block for use on `stream`: it goes back in the way that heap blocks do."""
+        block = Block(self, memory.ptr - self.address, num_bytes, self.remember(stream), memory)
+        self._adopted[block.offset] = weakref.ref(block), block.streams
+        return block
+
     def remember(self, stream: Any) -> int:
         """Keeps `stream` for as long as a block may have to wait for it; returns its address, which blocks hold.
 
@@ -98,9 +106,10 @@ class Arena:
         return stream.ptr
 
     def take_waiting(self) -> list[Any]:
-        """The streams that released blocks were used on. From now on it is the caller's business to wait for them."""
+        """The streams that released blocks were used on. The caller waits for them before it allocates anything."""
+        self._returning.clear()
         streams, self.waiting = [self._streams[address] for address in self.waiting], set()
-        used = {address for _, addresses in self.live.values() for address in addresses}
+        used = {address for _, addresses in self._borrowed() for address in addresses}
         self._streams = {address: stream for address, stream in self._streams.items() if address in used}
         return streams
 
@@ -113,19 +122,26 @@ class Arena:
     def drain(self) -> None:
         """Takes back the blocks that finalisers released; what used them is noted in `waiting`."""
         while self.released:
-            offset, size, streams = self.released.popleft()
-            self.live.pop(offset, None)
+            offset, size, memory, streams = self.released.popleft()
             self.waiting |= streams
-            self.heap.free(offset, size)
+            if memory is None:
+                self.live.pop(offset, None)
+                self.heap.free(offset, size)
+            else:
+                self._adopted.pop(offset, None)
+                self._returning.append(memory)
+
+    def _borrowed(self) -> list[tuple[weakref.ref[Block], set[int]]]:
+        return [*self.live.values(), *self._adopted.values()]
 
     def record_stream(self, address: int, stream: Any) -> None:
         """The block that holds `address` waits for `stream` before it is reused. ValueError if none does."""
-        for reference, _ in list(self.live.values()):
+        for reference, _ in self._borrowed():
             block = reference()
-            if block is not None and 0 <= address - self.address - block.offset < block.size:
+            if block is not None and 0 <= address - block.address < block.size:
                 block.streams.add(self.remember(stream))
                 return
-        raise ValueError("array: expected one of this Buffer's arena, got memory from elsewhere")
+        raise ValueError("array: expected one that this Buffer made, got memory from elsewhere")
 
     def offset_of(self, array: cupy.ndarray) -> int | None:
         """Where `array` lies in this arena, if a kernel can use it in place, else None."""
@@ -157,12 +173,16 @@ class Arena:
 
 
 class Block:
-    """Owner of one heap block. Its finaliser makes no CUDA call and takes no lock: it may run anywhere."""
+    """Owner of one heap block, or of `memory` of the pool. Its finaliser makes no CUDA call: it may run anywhere."""
 
-    __slots__ = ("__weakref__", "_arena", "offset", "size", "streams")
+    __slots__ = ("__weakref__", "_arena", "_memory", "offset", "size", "streams")
 
-    def __init__(self, arena: Arena, offset: int, size: int, stream: int) -> None:
-        self._arena, self.offset, self.size, self.streams = arena, offset, size, {stream}
+    def __init__(self, arena: Arena, offset: int, size: int, stream: int, memory: Any = None) -> None:
+        self._arena, self.offset, self.size, self.streams, self._memory = arena, offset, size, {stream}, memory
+
+    @property
+    def address(self) -> int:
+        return self._arena.address + self.offset
 
     def trim(self, num_bytes: int) -> None:
         """Gives the tail back at once: nothing has been, or will be, written there."""
@@ -171,13 +191,13 @@ class Block:
             self._arena.heap.free(self.offset + keep, self.size - keep)
             self.size = keep
 
-    def array(self, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
+    def array(self, shape: tuple[int, ...], dtype: Any, order: str = "C") -> cupy.ndarray:
         """An array over the block's start; it and its views keep the block."""
-        memory = cupy.cuda.UnownedMemory(self._arena.address + self.offset, self.size, self, self._arena._device)
-        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+        memory = cupy.cuda.UnownedMemory(self.address, self.size, self, self._arena._device)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), order=order)
 
     def __del__(self) -> None:
-        self._arena.released.append((self.offset, self.size, self.streams))
+        self._arena.released.append((self.offset, self.size, self._memory, self.streams))
 
 
 def free_retired() -> None:

@@ -12,11 +12,34 @@ def asarray(name: str, value: Any) -> cupy.ndarray:
     """`value` on the current device, without a copy where possible. TypeError names the argument."""
     if isinstance(value, cupy.ndarray):
         return value  # cupy.asarray would copy one of another GPU
-    if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
-        return cupy.from_dlpack(value)
-    if not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
+    is_exporter = not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__")
+    if not is_exporter and not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
         raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
-    return cupy.asarray(value)
+    try:
+        return cupy.from_dlpack(value) if is_exporter else cupy.asarray(value)
+    except (BufferError, TypeError, ValueError) as error:
+        dtype = getattr(value, "dtype", type(value).__name__)
+        raise TypeError(
+            f"{name}: expected a type that CuPy has (fp8 travels as uint8), got {dtype}: {error}"
+        ) from error
+
+
+def aswritable(name: str, value: Any) -> cupy.ndarray:
+    """`value`, which kernels will write, as an array over the same memory."""
+    if not hasattr(value, "__cuda_array_interface__") and not hasattr(value, "__dlpack__"):
+        raise TypeError(f"{name}: expected an array on the GPU to write to, got {type(value).__name__}")
+    if isinstance(value, np.ndarray):
+        raise TypeError(f"{name}: expected an array on the GPU to write to, got one on the host")
+    array = asarray(name, value)
+    if not array.flags.c_contiguous or array.data.ptr % 16:
+        raise ValueError(f"{name}: expected a contiguous array at a multiple of 16 bytes, got another")
+    return array
+
+
+def overlap(one: cupy.ndarray, other: cupy.ndarray) -> bool:
+    """Whether two arrays may share memory."""
+    (low, high), (other_low, other_high) = (cupy.byte_bounds(array) for array in (one, other))
+    return low < other_high and other_low < high
 
 
 def plain(array: Any) -> Any:

@@ -8,6 +8,7 @@ import cupy
 import numpy as np
 
 from cupyep.backends.base import Shape, Tokens
+from cupyep.backends.cuda import graphs
 from cupyep.backends.cuda.arena import Arena, Block
 from cupyep.backends.cuda.streams import CommStream
 from cupyep.errors import ArenaExhaustedError
@@ -25,11 +26,25 @@ class Blocks:
         The largest comes last: what is trimmed off it borders on free memory then, and large gaps stay large. Blocks
         may have been in use on other streams: the communication stream waits for what these have been given.
         """
+        graphs.release_unused()
         by_size = sorted(sizes.items(), key=lambda part: part[1])
         blocks = {name: self._arena.block(size, current) for name, size in by_size}
-        for stream in self._arena.take_waiting():
-            self._comm_stream.follow(stream)
+        self.settle()
+        self._pin(blocks)
         return blocks
+
+    def settle(self) -> None:
+        """Takes back what was released; our stream waits for its users. A graph cannot: there the host does."""
+        self._arena.drain()
+        for stream in self._arena.take_waiting():
+            if not self._comm_stream.stream.is_capturing():
+                self._comm_stream.follow(stream)
+            elif not stream.is_capturing():  # one that is captured is behind what it did before
+                stream.synchronize()
+
+    def _pin(self, blocks: Any) -> None:
+        if self._comm_stream.stream.is_capturing():
+            graphs.pin(self._comm_stream.stream, blocks)
 
     def try_allocate(self, sizes: dict[str, int], current: Any) -> dict[str, Block] | ArenaExhaustedError:
         """As allocate; the error comes as a value, to be posted."""
@@ -38,10 +53,23 @@ class Blocks:
         except ArenaExhaustedError as error:
             return error
 
+    def lent(self, shape: tuple[int, ...], dtype: Any, current: Any, order: str = "C") -> cupy.ndarray:
+        """An array of CuPy's pool that our stream writes and `current` uses. Our stream is CuPy's current one now.
+
+        The pool would reuse its memory in the order of one stream; as a block it waits for both.
+        """
+        graphs.release_unused()
+        self.settle()
+        num_bytes = max(1, _num_bytes(shape, dtype))
+        block = self._arena.adopt(cupy.get_default_memory_pool().malloc(num_bytes), num_bytes, current)
+        self._pin(block)
+        return block.array(shape, dtype, order)
+
     def empty(self, shape: tuple[int, ...], dtype: Any, current: Any) -> cupy.ndarray:
         """An array for use on the stream `current`. Raises ArenaExhaustedError."""
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-        block = self.allocate({"rows": num_bytes}, current)["rows"]
+        if current.is_capturing():
+            self._comm_stream.follow(current)
+        block = self.allocate({"rows": _num_bytes(shape, dtype)}, current)["rows"]
         current.wait_event(self._comm_stream.record())  # earlier users of the block are done there
         return block.array(shape, dtype)
 
@@ -52,8 +80,9 @@ class Blocks:
         except ArenaExhaustedError:
             return cupy.get_default_memory_pool().malloc(num_bytes)
 
-    def visible(self, arrays: dict[str, Any], current: Any) -> tuple[dict[str, int] | ArenaExhaustedError, list[Any]]:
+    def visible(self, arrays: dict[str, Any]) -> tuple[dict[str, int] | ArenaExhaustedError, list[Any]]:
         """(offset in the arena of each array, arrays to keep): in place where they can be used so, else a copy."""
+        stream = self._comm_stream.stream
         offsets: dict[str, int] = {}
         keep: list[Any] = []
         for name, array in arrays.items():
@@ -62,15 +91,19 @@ class Blocks:
             offset = self._arena.offset_of(array)
             if offset is None:
                 try:
-                    staged = self.empty(array.shape, array.dtype, current)
+                    block = self.allocate({name: array.nbytes}, stream)[name]
                 except ArenaExhaustedError as error:
                     return error, keep
+                staged = block.array(array.shape, array.dtype)
                 cupy.copyto(staged, array)
-                offset, array = self._arena.offset_of(staged), staged
-            assert offset is not None
+                offset, array = block.offset, staged
             offsets[name] = offset
             keep.append(array)
         return offsets, keep
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
 
 
 def offsets(blocks: dict[str, Block] | ArenaExhaustedError) -> dict[str, int] | ArenaExhaustedError:

@@ -24,7 +24,7 @@ class Call:
         self._pointers = np.array([self._record.ctypes.data], np.uintp)
         self.arguments = self._pointers.ctypes.data  # what the driver wants: an array of pointers to arguments
 
-    def set(self, **fields: int) -> None:
+    def set(self, **fields: int | list[int]) -> None:
         """Sets fields of the struct itself."""
         for name, value in fields.items():
             self._record[name] = value
@@ -71,15 +71,37 @@ class Kernels:
 
     def load(self, shape: Shape) -> None:
         """Makes `of(shape)` ready. Push does not care for the element type, and neither for ids and weights."""
+        if shape.by_expert:
+            self._load_local(shape)
         if self._key(shape) in self._by_shape:
             return
         mover = plan.mover_of(shape.rows.row_bytes, self._mover, self._cc)
         name, make = ("push", plan.push_plan) if shape.operation == abi.Operation.PUSH else ("pull", plan.pull_plan)
         chosen = make(shape, self._num_ranks, mover, self._smem_limit)
-        module = jit.load(jit.build(self._request(name, chosen.constants)))
-        self._by_shape[self._key(shape)] = Kernel(
-            jit.function(module, name, chosen.smem_bytes), chosen.num_threads, chosen.smem_bytes
-        )
+        self._by_shape[self._key(shape)] = self._built(name, name, chosen)
+
+    def _built(self, name: str, file: str, chosen: plan.Plan) -> Kernel:
+        module = jit.load(jit.build(self._request(file, chosen.constants)))
+        return Kernel(jit.function(module, name, chosen.smem_bytes), chosen.num_threads, chosen.smem_bytes)
+
+    def _load_local(self, shape: Shape) -> None:
+        """The kernels of the expert layout: `local(name, ...)` of what a shape needs."""
+        if shape.operation == abi.Operation.PULL:
+            key = "reduce", shape.hidden, shape.local_dtype, shape.dtype
+            self._add_local(key, plan.reduce_plan(*key[1:]))
+            return
+        for name, chosen in plan.arrange_plans().items():
+            self._add_local((name,), chosen, "arrange")
+        for row_bytes in filter(None, (shape.rows.row_bytes, shape.rows.scale_bytes)):
+            self._add_local(("expand", row_bytes), plan.expand_plan(row_bytes))
+
+    def _add_local(self, key: Any, chosen: plan.Plan, file: str | None = None) -> None:
+        if key not in self._by_shape:
+            self._by_shape[key] = self._built(key[0], file or key[0], chosen)
+
+    def local(self, *key: Any) -> Kernel:
+        """A kernel of the expert layout that was loaded."""
+        return self._by_shape[key]
 
     def of(self, shape: Shape) -> Kernel:
         """The kernel of a shape that was loaded."""

@@ -14,7 +14,7 @@ from cupy.cuda import runtime
 
 from cupyep import abi, layout
 from cupyep.abi import AbortKind, Operation, Status, Verdict
-from cupyep.backends.base import Shape, Tokens
+from cupyep.backends.base import Form, Shape, Tokens
 from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.kernels import Call, Kernels
 from cupyep.backends.verdict import abort_error, signature_mismatch
@@ -33,7 +33,8 @@ class Routing:
     """Where the tokens of one dispatch go, on the GPU.
 
     order: `[num_tokens, num_ranks]` int32, a token's place among this rank's tokens for that rank, or -1;
-    words: those of abi.ROUTING, then our first row at each rank; capacity: rows that our own block holds.
+    words: those of abi.ROUTING, then our first row at each rank, then what COUNT calls received;
+    capacity: rows that our own block holds.
     """
 
     handle_id: int
@@ -52,7 +53,16 @@ class CudaHandle(Handle):
     @property
     def send_row(self) -> cupy.ndarray:
         order = self.routing.order
-        return cupy.where(order < 0, np.int32(-1), order + self.routing.words[2:])
+        return cupy.where(order < 0, np.int32(-1), order + self.routing.words[2 : 2 + order.shape[1]])
+
+    @property
+    def recv_count(self) -> cupy.ndarray:
+        first = 2 + self.routing.order.shape[1]
+        return self.routing.words[first : first + 1]
+
+    @property
+    def recv_count_per_expert(self) -> cupy.ndarray:
+        return self.routing.words[3 + self.routing.order.shape[1] :]
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,8 @@ class Launcher:
         self._agree, self._barrier = Call(abi.BARRIER_PARAMS, normal), Call(abi.BARRIER_PARAMS, barrier)
         self._abort = Call(abi.ABORT_PARAMS, normal)
 
-    def count(self, shape: Shape, routing: Routing, topk_idx: Any, max_tokens: int, free: int) -> None:
+    def count(self, shape: Shape, routing: Routing, topk_idx: Any, max_tokens: int, free: int, form: Form) -> None:
         """Launches COUNT; its result is there once the stream has passed it. `free`: bytes, for peers' messages."""
-        self._part(COUNT, "record")["verdict"] = Verdict.DONE
         call = self._count
         call.post(
             shape.signature,
@@ -108,6 +117,9 @@ class Launcher:
             topk_idx=topk_idx.data.ptr,
             order=routing.order.data.ptr,
             routing=routing.words.data.ptr,
+            received=routing.words.data.ptr + 4 * (2 + self._num_ranks),
+            expert_stats=_pointer(form.expert_stats),
+            wait_stats=_pointer(form.wait_stats),
             max_tokens=max_tokens,
         )
         self._kernels.count.launch(1, call, self._stream, smem_bytes=4 * routing.num_experts)
@@ -115,20 +127,27 @@ class Launcher:
     def counted(self, shape: Shape, num_local_experts: int) -> Counted:
         """After COUNT: what it found. Raises MismatchError, PeerError, ArenaExhaustedError, on all ranks alike."""
         record = self._part(COUNT, "record")
-        verdict = Verdict(int(record["verdict"]))
-        if verdict == Verdict.FAILED:
-            rank = int(record["failed_rank"])
-            needed = shape.rows.offsets(int(record["failed_rows"]))["num_bytes"]
-            raise ArenaExhaustedError(needed, int(self._part(COUNT, "host_posts")[rank]["rows_offset"]), rank)
+        verdict, bad_id = Verdict(int(record["verdict"])), self._take_bad_id()
         if verdict not in (Verdict.DONE, Verdict.GROW):
             raise self._error(COUNT)
+        record["verdict"] = Verdict.DONE
         return Counted(
             self._part(COUNT, "host_rows").tolist(),
             self._part(COUNT, "host_experts")[:num_local_experts].tolist(),
             int(record["most_tokens"]),
-            int(record["bad_id"]) if record["has_bad_id"] else None,
+            bad_id,
             verdict,
         )
+
+    def _take_bad_id(self) -> int | None:
+        record = self._part(COUNT, "record")
+        has_bad_id, record["has_bad_id"] = bool(record["has_bad_id"]), 0
+        return int(record["bad_id"]) if has_bad_id else None
+
+    def check_ids(self) -> None:
+        """Raises ValueError for an id of a dispatch whose counts the host did not wait for."""
+        if (bad_id := self._take_bad_id()) is not None:
+            raise ValueError(f"topk_idx: expected ids of experts, or -1, got {bad_id}")
 
     def push(self, shape: Shape, routing: Routing, tokens: Tokens, where: Where, num_sms: int) -> None:
         """Launches PUSH. `where`: offsets of our rows, idx, weights and scales, or why there is no block."""
@@ -146,13 +165,16 @@ class Launcher:
         )
         self._kernels.of(shape).launch(num_sms, call, self._stream)
 
-    def pull(self, shape: Shape, routing: Routing, out: Any, out_weights: Any, where: Where, num_sms: int) -> None:
+    def pull(
+        self, shape: Shape, routing: Routing, out: Any, out_weights: Any, bias: tuple, where: Where, num_sms: int
+    ) -> None:
         """Launches PULL. `where`: offsets of our input rows and weights, or why there is no block."""
         call = self._pull
         self._post(call, shape, routing, where)
         call.set(
             out=out.data.ptr,
             out_weights=_pointer(out_weights),
+            bias=[*map(_pointer, bias), 0, 0][:2],
             order=routing.order.data.ptr,
             routing=routing.words.data.ptr,
             num_tokens=len(out),
@@ -176,8 +198,9 @@ class Launcher:
 
     def check(self) -> None:
         """Raises what an operation behind us has met, as far as the device has told."""
-        if self._part(OTHERS, "record")["verdict"]:
-            raise self._error(OTHERS)
+        for index in (COUNT, OTHERS):
+            if self._part(index, "record")["verdict"]:
+                raise self._error(index)
 
     def check_abort(self) -> None:
         """Raises if a rank has left for good, also when no kernel of ours has met it yet."""
@@ -213,12 +236,23 @@ class Launcher:
         if verdict == Verdict.ABORTED:
             return abort_error(int(record["abort"]), self._timeout_s or 0)
         record["verdict"] = Verdict.DONE
+        if verdict == Verdict.FAILED and index == COUNT:
+            rank = int(record["failed_rank"])
+            post, rows = posts[rank], int(record["failed_rows"])
+            return ArenaExhaustedError(rows * _row_bytes(post), int(post["rows_offset"]), rank)
         if verdict == Verdict.FAILED:
             rank = int(np.flatnonzero(posts["status"] == Status.FAILED)[0])
             return ArenaExhaustedError(int(posts[rank]["rows_offset"]), int(posts[rank]["idx_offset"]), rank)
         mismatch = signature_mismatch(posts)
         assert mismatch is not None
         return mismatch
+
+
+def _row_bytes(post: Any) -> int:
+    """Of a row with all that travels beside it."""
+    num_topk, flags = int(post["num_topk"]), int(post["flags"])
+    idx_bytes, weight_bytes = (8 if flags & abi.Flag.IDX64 else 4), (4 if flags & abi.Flag.WEIGHTS else 0)
+    return int(post["row_bytes"]) + num_topk * (idx_bytes + weight_bytes) + int(post["scales"]) // 16
 
 
 def _pointer(array: Any) -> int:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from cupyep import abi, layout
+from cupyep import abi, checks, layout
 from cupyep.backends.base import Shape
 
 _STATIC_BYTES = 1024  # what the kernels declare themselves, beside the tables by rank
@@ -102,7 +103,7 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kMover": MOVERS[mover],
         "kRowBytes": row_bytes,
         "kVecBytes": math.gcd(row_bytes, 16),
-        "kDType": shape.signature["dtype"],
+        "kDType": int(checks.DTYPES[shape.dtype]),
         "kNumChunks": num_chunks,
         "kChunkBytes": chunk_bytes,
         "kSlotBytes": slot_bytes,
@@ -114,3 +115,40 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kPullThreads": num_threads,
     }
     return Plan(constants, num_threads, smem)
+
+
+def arrange_plans() -> dict[str, Plan]:
+    """The two kernels of ARRANGE: a histogram of the local experts for each CTA, then one for each warp."""
+    warps, histogram_bytes = 8, 4 * abi.MAX_LOCAL_EXPERTS
+    return {
+        "arrange_count": Plan({}, warps * 32, histogram_bytes),
+        "arrange_place": Plan({}, warps * 32, warps * histogram_bytes),
+    }
+
+
+def expand_plan(row_bytes: int) -> Plan:
+    """EXPAND: the vector mover's walk over rows of `row_bytes`. Some constants only please the header's other mover."""
+    constants = {
+        "kMoverTma": MOVERS["tma"],
+        "kMover": MOVERS["vector"],
+        "kRowBytes": row_bytes,
+        "kVecBytes": math.gcd(row_bytes, 16),
+        "kNumChunks": 1,
+        "kChunkBytes": row_bytes,
+        "kSlotBytes": layout.align(row_bytes),
+        "kWarps": 8,
+        "kStages": 2,
+    }
+    return Plan(constants, 8 * 32, 0)
+
+
+def reduce_plan(hidden: int, local_dtype: Any, wire_dtype: Any) -> Plan:
+    """REDUCE: vectors of as many elements as fit into 16 bytes of either type."""
+    num_elements = math.gcd(hidden, 16 // max(local_dtype.itemsize, wire_dtype.itemsize))
+    constants = {
+        "kDType": int(checks.DTYPES[local_dtype]),
+        "kWireDType": int(checks.DTYPES[wire_dtype]),
+        "kVecBytes": num_elements * local_dtype.itemsize,
+        "kHidden": hidden,
+    }
+    return Plan(constants, 256, 0)

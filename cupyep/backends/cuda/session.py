@@ -9,12 +9,17 @@ from typing import Any, TypeVar
 
 import cupy
 
+from cupyep import model
 from cupyep.abi import AbortKind, Operation
-from cupyep.backends.base import Backend
-from cupyep.backends.cuda.launcher import Launcher
+from cupyep.backends.base import Backend, Run, Shape
+from cupyep.backends.cuda.arena import Arena
+from cupyep.backends.cuda.blocks import Blocks
+from cupyep.backends.cuda.devices import Claim
+from cupyep.backends.cuda.experts import Experts
+from cupyep.backends.cuda.launcher import CudaHandle, Launcher
 from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
 from cupyep.comm import Communicator
-from cupyep.errors import ArenaExhaustedError, PeerError, PeerTimeoutError
+from cupyep.errors import ArenaExhaustedError, PeerError, PeerTimeoutError, StateError
 
 T = TypeVar("T")
 
@@ -23,7 +28,13 @@ class Session(Backend):
     """What the verbs of a CudaBackend have in common."""
 
     _device: int
+    _claim: Claim
+    _machine: model.Machine
+    _wanted_sms: dict[tuple[Operation, int, int], int]
+    _arena: Arena
+    _blocks: Blocks
     _comm_stream: CommStream
+    _experts: Experts
     _abort_stream: cupy.cuda.Stream
     _launcher: Launcher
     _launches: Communicator  # of threads: for meetings around launches alone, which nothing else may be taken for
@@ -35,22 +46,52 @@ class Session(Backend):
         return result[0]
 
     @contextmanager
-    def _operation(self) -> Iterator[Any]:
-        """The device and the caller's stream, unless something behind us went wrong."""
+    def _operation(self, operation: Operation, run: Run, not_captured: str = "") -> Iterator[Any]:
+        """Gives the caller's stream. Within, CuPy's current one is ours, which goes on after the caller's or an event.
+
+        Raises what went wrong behind us; StateError under graph capture if there is a reason against it.
+        """
         with cupy.cuda.Device(self._device):
+            current = cupy.cuda.get_current_stream()
+            if not_captured and current.is_capturing():
+                raise StateError(f"{operation.verb}: under graph capture {not_captured}")
             self._launcher.check()
-            yield cupy.cuda.get_current_stream()
+            self._comm_stream.begin(current, run.previous_event)
+            with self._comm_stream.stream:
+                yield current
+
+    _not_loaded = "its shape must have been used or prepared, because agreeing and loading take the host"
+
+    @property
+    def max_num_sms(self) -> int:
+        return self._claim.num_sms
+
+    def _num_sms(self, run: Run, shape: Shape, num_topk: int) -> int:
+        """The caller's SMs, or the model's for rows of this kind, within the budget."""
+        key = shape.operation, shape.rows.row_bytes, num_topk
+        if run.num_sms is None and key not in self._wanted_sms:
+            self._wanted_sms[key] = model.num_sms(
+                shape.rows.row_bytes,
+                self._comm.size,
+                verb=shape.operation.verb,
+                num_topk=num_topk,
+                ranks_per_device=self._claim.ranks_per_device,
+                machine=self._machine,
+            )
+        return run.num_sms or min(self._wanted_sms[key], self._claim.num_sms)
 
     @contextmanager
     def _launching(self, operation: Operation, current: Any) -> Iterator[None]:
-        """Launches that come after the caller's stream.
+        """Launches of one operation.
 
         Threads as ranks meet before and after: until all have launched, no rank may make a call that waits for the
         context (an allocation, a module load), because a kernel of another rank already waits for this rank's.
         """
         self._launcher.operation = operation
+        if current.is_capturing():  # nothing is launched, so nobody can be late
+            yield
+            return
         check_rank_streams(self._meet(current.ptr))
-        self._comm_stream.follow(current)
         yield
         self._meet(None)
 
@@ -68,6 +109,15 @@ class Session(Backend):
             self._launcher.check_abort()
             raise
 
+    def _agree(self, shape: Shape, handle: CudaHandle, current: Any) -> None:
+        """Collective on a shape's first use: all ranks mean the same, then it is loaded."""
+        if shape not in self._prepared:  # equal on all ranks, or their posts differ
+            with self._launching(shape.operation, current):
+                self._launcher.agree(shape, handle.routing)
+            self._host_wait(self._comm_stream.record())
+            self._launcher.check()
+            self.prepare(shape)
+
     def _host_wait(self, event: cupy.cuda.Event) -> None:
         """Waits without the GIL. The kernels have deadlines of their own; a thread that raised is noticed here."""
         if not self._comm.in_process:
@@ -78,16 +128,20 @@ class Session(Backend):
                 return event.synchronize()
             time.sleep(10e-6)
 
-    def _finish(self, current: Any) -> CudaEvent:
-        """The current stream goes on once the operation is complete."""
+    def _finish(self, current: Any, run: Run, used: Any = None) -> CudaEvent:
+        """The caller's stream goes on once the operation is complete, or at once: then `used` is kept until it is."""
         event = self._comm_stream.record()
-        current.wait_event(event)
+        if not run.async_finish:
+            current.wait_event(event)
+        elif not current.is_capturing():
+            self._comm_stream.keep(event, used)
         return CudaEvent(event, self._checked)
 
     def _checked(self) -> None:
         """Raises what the device has told; a peer's failure ends the group."""
         try:
             self._launcher.check()
+            self._launcher.check_ids()
         except PeerError as error:
             self.broken = error
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,21 +10,20 @@ from typing import Any
 import cupy
 
 from cupyep.errors import StateError
+from cupyep.handle import EventOverlap
 
 
-class CudaEvent:
-    """The end of an operation on the communication stream."""
+class CudaEvent(EventOverlap):
+    """The end of an operation on the communication stream, or a place in another stream."""
 
     def __init__(self, event: cupy.cuda.Event, check: Any) -> None:
-        self._event, self._check = event, check
+        self.event, self._check = event, check
 
     def current_stream_wait(self) -> None:
-        """Orders the current stream after the operation. The host does not wait."""
-        cupy.cuda.get_current_stream().wait_event(self._event)
+        cupy.cuda.get_current_stream().wait_event(self.event)
 
     def synchronize(self) -> None:
-        """Waits on the host; raises what went wrong in the operation, if anything did."""
-        self._event.synchronize()
+        self.event.synchronize()
         self._check()
 
 
@@ -32,6 +32,20 @@ class CommStream:
 
     def __init__(self) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+        self._kept: deque[tuple[cupy.cuda.Event, Any]] = deque()
+
+    def begin(self, current: cupy.cuda.Stream, previous: Any) -> None:
+        """What comes next here waits for `previous`, an event, or if there is none for what `current` was given."""
+        while not current.is_capturing() and self._kept and self._kept[0][0].done:
+            self._kept.popleft()
+        if previous is None:
+            self.follow(current)
+        else:
+            self.stream.wait_event(previous.event if isinstance(previous, CudaEvent) else previous)
+
+    def keep(self, event: cupy.cuda.Event, used: Any) -> None:
+        """Holds `used`, what our kernels read and write, until `event` has come, as far as anybody looks."""
+        self._kept.append((event, used))
 
     def follow(self, stream: cupy.cuda.Stream) -> None:
         """What comes next here waits for what `stream` has been given so far."""

@@ -17,3 +17,13 @@ def asarray(name: str, value: Any) -> np.ndarray:
     if array.dtype.kind in "OSU":
         raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
     return array
+
+
+def aswritable(name: str, value: Any) -> np.ndarray:
+    """`value`, which will be written, as an array over the same memory."""
+    array = asarray(name, value)
+    if not isinstance(value, np.ndarray) and not hasattr(value, "__dlpack__"):
+        raise TypeError(f"{name}: expected an array to write to, got {type(value).__name__}")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise ValueError(f"{name}: expected a contiguous array that can be written, got one that is not")
+    return array

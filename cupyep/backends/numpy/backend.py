@@ -13,16 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from cupyep.abi import Operation
-from cupyep.backends.base import Backend, Capacity, CompletedEvent, Form, Shape, Tokens
+from cupyep.backends.base import Backend, Capacity, Form, Outputs, Run, Shape, Tokens
 from cupyep.backends.numpy import routing
-from cupyep.backends.numpy.arrays import asarray
+from cupyep.backends.numpy.arrays import asarray, aswritable
+from cupyep.backends.numpy.experts import arrange, expand, reduce
 from cupyep.backends.numpy.memory import create_arena
 from cupyep.backends.numpy.operations import Operations
 from cupyep.backends.numpy.routing import NumpyHandle
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
-from cupyep.layout import ControlLayout, RowLayout
+from cupyep.errors import ArenaExhaustedError
+from cupyep.handle import EventOverlap
+from cupyep.layout import ControlLayout
 
 
 class NumpyBackend(Backend):
@@ -48,41 +50,58 @@ class NumpyBackend(Backend):
     def asarray(self, name: str, value: Any) -> np.ndarray:
         return asarray(name, value)
 
+    def aswritable(self, name: str, value: Any) -> np.ndarray:
+        return aswritable(name, value)
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        return np.may_share_memory(one, other)
+
     def asnumpy(self, value: Any) -> np.ndarray:
         return np.asarray(value)
 
-    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, num_sms: int | None) -> tuple:
-        shape = tokens.shape
+    def dispatch(self, tokens: Tokens, num_experts: int, form: Form, run: Run) -> tuple:
+        shape = tokens.shape(form.by_expert)
         route = routing.route(tokens.topk_idx, num_experts, self._comm.size)
-        matrix, experts, most_tokens = self._operations.count(shape, route, num_experts)
+        matrix, experts, most_tokens = self._operations.count(shape, route, num_experts, form)
         self.prepare(shape, most_tokens)
-        rank = self._comm.rank
+        rank, fixed = self._comm.rank, form.num_worst_tokens
+        num_recv = int(matrix[:, rank].sum())
+        for peer in np.flatnonzero(matrix.sum(0) > fixed) if fixed else ():  # all ranks see all counts
+            needed, have = (sum(shape.rows.parts(int(count)).values()) for count in (matrix[:, peer].sum(), fixed))
+            raise ArenaExhaustedError(needed, have, int(peer))
         handle = NumpyHandle(
             num_tokens=len(tokens.x),
             num_topk=shape.rows.num_topk,
             num_experts=num_experts,
             rows=np.where(route.is_token_in_rank, route.order + matrix[:rank].sum(0), -1).astype(np.int32),
-            num_recv_tokens=int(matrix[:, rank].sum()),
-            num_recv_tokens_per_rank=matrix[:, rank].tolist(),
-            num_recv_tokens_per_expert=experts.tolist(),
+            num_recv_tokens=fixed or num_recv,
+            num_recv_tokens_per_rank=[] if fixed else matrix[:, rank].tolist(),
+            num_recv_tokens_per_expert=[] if fixed else experts.tolist(),
+            recv_count=np.array([num_recv], np.int32),
+            recv_count_per_expert=experts.astype(np.int32),
             handle_id=next(self._handle_ids),
             owner=self,
         )
         handle.rows.flags.writeable = False
         received = self._operations.push(shape, tokens, handle)
-        return _formed(received, form), handle, CompletedEvent(), route.bad_id
+        received.topk_idx[num_recv:] = -1
+        if form.by_expert:
+            handle = replace(handle, expert_rows=arrange(received.topk_idx, handle.recv_count_per_expert, form))
+        return _formed(received, form, handle), handle, EventOverlap(), route.bad_id
 
-    def cached_dispatch(self, tokens: Tokens, handle: NumpyHandle, form: Form, num_sms: int | None) -> tuple:
-        shape = tokens.shape
+    def cached_dispatch(self, tokens: Tokens, handle: NumpyHandle, form: Form, run: Run) -> tuple:
+        shape = tokens.shape(handle.expert_rows is not None)
         self._agree(shape, handle)
-        return _formed(self._operations.push(shape, tokens, handle), form), CompletedEvent()
+        received = self._operations.push(shape, tokens, handle)
+        return _formed(received, form, handle), EventOverlap()
 
-    def combine(self, x: Any, handle: NumpyHandle, topk_weights: Any, *, num_sms: int | None) -> tuple:
-        with_weights = topk_weights is not None
-        rows = RowLayout(x.shape[1] * x.itemsize, handle.num_topk, 0, with_weights)
-        shape = Shape(Operation.PULL, x.shape[1], x.dtype, rows)
+    def combine(self, outputs: Outputs, handle: NumpyHandle, out: Any, run: Run) -> tuple:
+        shape = outputs.shape(handle.num_topk)
         self._agree(shape, handle)
-        return *self._operations.pull(shape, x, topk_weights, handle), CompletedEvent()
+        if handle.expert_rows is not None:
+            rows = reduce(outputs.x, handle.expert_rows, outputs.topk_weights, shape.dtype)
+            outputs = Outputs(rows, bias=outputs.bias)
+        return *self._operations.pull(shape, outputs, handle, out), EventOverlap()
 
     def _agree(self, shape: Shape, handle: NumpyHandle) -> None:
         if shape not in self._prepared:  # equal on all ranks, or their posts differ
@@ -93,11 +112,11 @@ class NumpyBackend(Backend):
         route = routing.route(topk_idx, num_experts, self._comm.size)
         if strict and route.bad_id is not None:
             raise ValueError(f"topk_idx: expected ids in -1..{num_experts - 1}, got {route.bad_id}")
-        return route.num_tokens_per_rank, route.num_tokens_per_expert, route.is_token_in_rank, CompletedEvent()
+        return route.num_tokens_per_rank, route.num_tokens_per_expert, route.is_token_in_rank, EventOverlap()
 
-    def barrier(self) -> CompletedEvent:
+    def barrier(self) -> EventOverlap:
         self._operations.barrier()
-        return CompletedEvent()
+        return EventOverlap()
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype)
@@ -126,8 +145,14 @@ class NumpyBackend(Backend):
         del self._operations, self._arena  # arrays that outlive us keep their arena
 
 
-def _formed(received: Tokens, form: Form) -> Tokens:
+def _formed(received: Tokens, form: Form, handle: NumpyHandle) -> Tokens:
     """What was received, as the caller wants it."""
+    if handle.expert_rows is not None:
+        parts = [
+            None if part is None else expand(part, handle.expert_rows, handle.recv_count_per_expert, form.zero_gaps)
+            for part in (received.x, received.scales)
+        ]
+        received = replace(received, x=parts[0], scales=parts[1])
     if form.copy:
         received = received.map(np.copy)
     if received.scales is not None and form.scales_order == "F":

@@ -8,7 +8,7 @@ import numpy as np
 
 from cupyep import abi
 from cupyep.abi import Operation, Status
-from cupyep.backends.base import Shape, Tokens
+from cupyep.backends.base import Form, Outputs, Shape, Tokens
 from cupyep.backends.numpy import routing
 from cupyep.backends.numpy.memory import Arena
 from cupyep.backends.numpy.routing import NumpyHandle
@@ -30,7 +30,9 @@ class Operations:
             Channel(arena, control, comm, channel, timeout_s) for channel in (ChannelId.NORMAL, ChannelId.BARRIER)
         )
 
-    def count(self, shape: Shape, route: routing.Route, num_experts: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def count(
+        self, shape: Shape, route: routing.Route, num_experts: int, form: Form
+    ) -> tuple[np.ndarray, np.ndarray, int]:
         """Exchanges counts: (rows [source, destination], listings of our experts, most tokens of any rank)."""
         size, rank, num_local = self._comm.size, self._comm.rank, num_experts // self._comm.size
         parity = self._normal.begin(Operation.COUNT)
@@ -42,10 +44,13 @@ class Operations:
         self._normal.post(
             abi.POST(operation=Operation.COUNT, num_experts=num_experts, num_tokens=num_tokens, **shape.signature)
         )
-        posts = self._normal.wait_posts()
+        posts = self._normal.wait_posts(form.wait_stats)
         counts = self._normal.counts[rank][parity].astype(np.int64)
         self._normal.end()
-        return counts[:, :size], counts[:, size : size + num_local].sum(0), int(posts["num_tokens"].max())
+        experts = counts[:, size : size + num_local].sum(0)
+        if form.expert_stats is not None:
+            np.add(form.expert_stats, experts, out=form.expert_stats, casting="unsafe")
+        return counts[:, :size], experts, int(posts["num_tokens"].max())
 
     def agree(self, shape: Shape, handle: NumpyHandle) -> None:
         """Raises MismatchError on all ranks unless all mean the same operation; moves nothing."""
@@ -88,8 +93,9 @@ class Operations:
         self._normal.finish()
         return self._parts(rank, record, shape, block)
 
-    def pull(self, shape: Shape, x: np.ndarray, topk_weights: np.ndarray | None, handle: NumpyHandle) -> tuple:
+    def pull(self, shape: Shape, outputs: Outputs, handle: NumpyHandle, out: np.ndarray | None) -> tuple:
         """Sums, for each of our tokens, the rows at the ranks that it was sent to: (combined_x, combined weights)."""
+        x, topk_weights = outputs.x, outputs.topk_weights
         record = self._record(shape, handle, len(x))
         try:
             record["rows_offset"], x = self._visible(x)
@@ -101,12 +107,15 @@ class Operations:
         for peer in np.flatnonzero((handle.send_row >= 0).any(0)):
             self._normal.check_writable(int(peer))  # H5
         parts = [self._parts(peer, posts[peer], shape) for peer in range(self._comm.size)]
-        combined = _sum([part.x for part in parts], handle.send_row, x.dtype)
+        if out is None:
+            out = np.empty((handle.num_tokens, shape.hidden), shape.dtype)
+        _sum([part.x for part in parts], handle.send_row, outputs.bias, out)
         weights = None
         if topk_weights is not None:
-            weights = _sum([part.topk_weights for part in parts], handle.send_row, np.float32)
+            weights = np.empty((handle.num_tokens, handle.num_topk), np.float32)
+            _sum([part.topk_weights for part in parts], handle.send_row, (), weights)
         self._normal.finish()
-        return combined, weights
+        return out, weights
 
     def barrier(self) -> None:
         """Returns when every rank has come."""
@@ -175,17 +184,17 @@ class Operations:
         )
 
 
-def _sum(sources: list[np.ndarray], send_row: np.ndarray, dtype: Any) -> np.ndarray:
-    """out[t] = the rows of token t added in fp32 by ascending rank, starting at +0, rounded once."""
-    out = np.empty((len(send_row), sources[0].shape[1]), dtype)
+def _sum(sources: list[np.ndarray], send_row: np.ndarray, bias: tuple[np.ndarray, ...], out: np.ndarray) -> None:
+    """out[t] = bias and the rows of token t added in fp32 by ascending rank, starting at +0, rounded once."""
     chunk = max(1, _CHUNK_BYTES // (4 * out.shape[1]))
     for start in range(0, len(out), chunk):
         total = np.zeros((min(chunk, len(out) - start), out.shape[1]), np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # inf - inf and rounding to inf are the caller's business
+            for addend in bias:
+                total += addend[start : start + chunk].astype(np.float32)
             for peer, rows in enumerate(sources):
                 where = send_row[start : start + chunk, peer]
                 tokens = np.flatnonzero(where >= 0)
                 if len(tokens):
                     total[tokens] += rows[where[tokens]].astype(np.float32)
             out[start : start + chunk] = total
-    return out

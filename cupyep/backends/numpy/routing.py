@@ -33,6 +33,8 @@ class NumpyHandle(Handle):
     """A Handle whose rows are known as an array. rows: see Handle.send_row."""
 
     rows: np.ndarray
+    recv_count: np.ndarray
+    recv_count_per_expert: np.ndarray
 
     @property
     def send_row(self) -> np.ndarray:

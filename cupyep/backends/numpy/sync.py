@@ -14,6 +14,7 @@ a slow reader, never two, and overwrites nothing unread. Epochs are compared by 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -89,11 +90,25 @@ class Channel:
         for slot in slots:
             slot[_EPOCH_WORD] = self.epoch
 
-    def wait_posts(self) -> np.ndarray:
-        """Every rank's post of this epoch, by rank (a copy). Raises MismatchError where signatures differ."""
-        parity, own = self.epoch & 1, self._comm.rank
+    def wait_posts(self, waited_us: np.ndarray | None = None) -> np.ndarray:
+        """Every rank's post of this epoch, by rank (a copy). Raises MismatchError where signatures differ.
+
+        `waited_us[peer]` grows by the microseconds until that peer's post was here.
+        """
+        parity, own, start = self.epoch & 1, self._comm.rank, time.monotonic()
+        missing = set(range(self._comm.size))
+
+        def has_come(peer: int, _: int = 0) -> bool:
+            for other in [
+                other for other in missing if self._reached(int(self._words[own][parity, other, _EPOCH_WORD]))
+            ]:
+                missing.remove(other)
+                if waited_us is not None:
+                    waited_us[other] += int((time.monotonic() - start) * 1e6)
+            return peer not in missing
+
         for peer in range(self._comm.size):
-            self._wait(self._words[own][parity, peer], _EPOCH_WORD, peer)
+            self._wait(self._words[own][parity, peer], _EPOCH_WORD, peer, functools.partial(has_come, peer))
         fence()  # H5: the epoch words before what they publish
         posts = self._posts[own][parity].copy()
         for revoked in np.flatnonzero(posts["status"] == Status.REVOKED):  # it may have been FAILED before
@@ -123,8 +138,11 @@ class Channel:
         fence()  # H5: their copies are seen
         self.end()
 
+    def _reached(self, seen: int) -> bool:
+        return (seen - self.epoch) & 0xFFFFFFFF < 0x80000000  # epochs wrap
+
     def _wait(self, words: np.ndarray, index: int, peer: int, reached: Callable[[int], bool] | None = None) -> None:
-        reached = reached or (lambda seen: (seen - self.epoch) & 0xFFFFFFFF < 0x80000000)
+        reached = reached or self._reached
         start = time.monotonic()
         while not reached(int(words[index])):
             self.check_abort()
