@@ -1,64 +1,10 @@
-"""Structs and constants that Python and CUDA share: written once here, emitted as C.
-
-A Struct gives both a NumPy dtype, from which the host fills memory and kernel arguments, and a C declaration whose
-static_asserts fix its size and every offset. Constants go into `namespace cfg` of the generated prelude.
-"""
+"""The structs and enumerators that Python and CUDA share: written once here, emitted as C by structs.py."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
-import numpy as np
-
-_TYPES = {  # our name -> (NumPy, C)
-    "u8": ("u1", "unsigned char"),
-    "u32": ("u4", "unsigned int"),
-    "i32": ("i4", "int"),
-    "u64": ("u8", "unsigned long long"),
-    "i64": ("i8", "long long"),
-    "f32": ("f4", "float"),
-    "ptr": ("u8", "unsigned long long"),  # device addresses travel as integers
-}
-
-
-class Struct:
-    """A C struct: `Struct("Post", epoch="u32", rows_offset="u64", words=("u32", 4))`, laid out by C's rules.
-
-    Attributes: name; dtype (NumPy, aligned, with trailing padding); fields (name -> type, (type, length) or Struct).
-    """
-
-    def __init__(self, name: str, **fields: str | tuple[str, int] | Struct) -> None:
-        self.name = name
-        self.fields = fields
-        self.dtype = np.dtype([(key, *self._numpy(kind)) for key, kind in fields.items()], align=True)
-
-    @staticmethod
-    def _numpy(kind: str | tuple[str, int] | Struct) -> tuple:
-        if isinstance(kind, Struct):
-            return (kind.dtype,)
-        return (_TYPES[kind][0],) if isinstance(kind, str) else (_TYPES[kind[0]][0], (kind[1],))
-
-    @staticmethod
-    def _c(key: str, kind: str | tuple[str, int] | Struct) -> str:
-        if isinstance(kind, Struct):
-            return f"{kind.name} {key}"
-        return f"{_TYPES[kind][1]} {key}" if isinstance(kind, str) else f"{_TYPES[kind[0]][1]} {key}[{kind[1]}]"
-
-    def declaration(self) -> str:
-        """The struct in C, with static_asserts on its size and on the offset of every field."""
-        lines = [f"struct {self.name} {{", *(f"  {self._c(key, kind)};" for key, kind in self.fields.items()), "};"]
-        lines.append(f"static_assert(sizeof({self.name}) == {self.dtype.itemsize});")
-        assert self.dtype.fields is not None
-        for key, (_, offset, *_) in self.dtype.fields.items():  # NVRTC has no offsetof; __INTADDR__ is its constant
-            lines.append(f"static_assert(__INTADDR__(&(static_cast<{self.name}*>(nullptr)->{key})) == {offset});")
-        return "\n".join(lines)
-
-    def __call__(self, **values: object) -> np.ndarray:
-        """One record of this struct (a 0-d structured array), zero where no value is given."""
-        record = np.zeros((), self.dtype)
-        for key, value in values.items():
-            record[key] = value
-        return record
+from cupyep.structs import Struct
 
 
 class Operation(IntEnum):
@@ -327,18 +273,3 @@ def enum_constants() -> dict[str, int]:
         for family, enum in families.items()
         for member in enum
     }
-
-
-def emit(constants: dict[str, int], structs: tuple[Struct, ...]) -> str:
-    """The prelude of a kernel: `namespace cfg { constexpr int kNumRanks = 8; ... }` and the structs.
-
-    Values from 2^31 on become `unsigned long long`; all others are `int`.
-    """
-    kinds = {name: "int" if -(2**31) <= value < 2**31 else "unsigned long long" for name, value in constants.items()}
-    lines = ["namespace cfg {"]
-    lines += [
-        f"constexpr {kinds[name]} {name} = {value}{'' if kinds[name] == 'int' else 'ULL'};"
-        for name, value in constants.items()
-    ]
-    lines.append("}  // namespace cfg")
-    return "\n".join([*lines, *(struct.declaration() for struct in structs), ""])

@@ -16,6 +16,7 @@ from enum import IntEnum
 import numpy as np
 
 from cupyep import abi
+from cupyep.structs import Struct
 
 ALIGNMENT = 128  # bytes: of every region and of every heap block (a bulk copy's best case)
 INITIAL_EPOCH = 0  # of every channel of a new arena; tests set it close to 2^32
@@ -33,7 +34,7 @@ class Channel(IntEnum):
 
 
 # Words of a channel's state, all private to its rank. busy: an operation runs; arrived: CTAs that have finished theirs.
-CHANNEL_STATE = abi.Struct("ChannelState", epoch="u32", busy="u32", arrived="u32", pad="u32")
+CHANNEL_STATE = Struct("ChannelState", epoch="u32", busy="u32", arrived="u32", pad="u32")
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class ControlLayout:
 
 # What the device tells the host, in pinned memory: one record for COUNT, one for the operations that nobody waits for.
 # verdict and abort stay until the host clears them; the posts that led to a verdict follow in HostLayout.
-HOST_RECORD = abi.Struct(
+HOST_RECORD = Struct(
     "HostRecord",
     abort="u64",
     bad_id="i64",

@@ -168,13 +168,13 @@ class TmaGather {
     for (u32 unit = 0; unit < num_units; ++unit) {
       const u32 token = index_of(unit) / cfg::kNumChunks, offset = index_of(unit) % cfg::kNumChunks * cfg::kChunkBytes;
       const u32 num_vecs = chunk_bytes(offset) / 16;
-      const u64 row = static_cast<u64>(token) * cfg::kRowBytes + offset;
+      const u64 place = static_cast<u64>(token) * cfg::kRowBytes + offset;
       float sums[cfg::kVecsPerThread][kPerVec] = {};
       if (p.bias[0] != 0) {
 #pragma unroll
         for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
           const u32 at = thread + j * kThreads;
-          if (kExact || at < num_vecs) add_bias<16>(p, row + at * 16, sums[j]);
+          if (kExact || at < num_vecs) add_bias<16>(p, place + at * 16, sums[j]);
         }
       }
       bool more = true;
@@ -209,7 +209,7 @@ class TmaGather {
         } while (row < num_rows);
         if (++slot == cfg::kSlots) slot = 0, phase ^= 1;
       }
-      u8* out = reinterpret_cast<u8*>(p.out) + row;
+      u8* out = reinterpret_cast<u8*>(p.out) + place;
 #pragma unroll
       for (u32 j = 0; j < cfg::kVecsPerThread; ++j) {
         if (kExact || thread + j * kThreads < num_vecs) {

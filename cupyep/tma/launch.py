@@ -13,6 +13,7 @@ from cupyep import abi, checks
 from cupyep.backends.cuda import jit
 from cupyep.errors import UnsupportedDeviceError
 from cupyep.handle import EventOverlap
+from cupyep.structs import Struct, emit
 
 TMA_CAPABILITY = 90
 
@@ -47,14 +48,14 @@ class Launch:
     arguments: tuple[np.ndarray, ...]
 
 
-def prelude(constants: dict[str, int], *structs: abi.Struct) -> str:
+def prelude(constants: dict[str, int], *structs: Struct) -> str:
     """What a kernel of the toolkit starts with: `namespace cfg` with all enumerators and `constants`, and structs."""
     return _prelude(tuple(constants.items()), structs)
 
 
 @functools.cache
-def _prelude(constants: tuple[tuple[str, int], ...], structs: tuple[abi.Struct, ...]) -> str:
-    return abi.emit({**abi.enum_constants(), **dict(constants)}, structs)
+def _prelude(constants: tuple[tuple[str, int], ...], structs: tuple[Struct, ...]) -> str:
+    return emit({**abi.enum_constants(), **dict(constants)}, structs)
 
 
 def num_sms(target: Target, value: int) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupyep import abi, checks, layout
+from cupyep import checks, layout
 from cupyep.backends.cuda import jit
 from cupyep.errors import UnsupportedDeviceError
+from cupyep.structs import Struct, emit
 from cupyep.tma import arrays
 from cupyep.tma import launch as launches
 from cupyep.tma.launch import Launch, Target
@@ -154,11 +155,11 @@ class Pipeline:
         return Launch(request, "pipeline", num_sms, num_threads, self.smem_bytes, (record,))
 
     @functools.cached_property
-    def _structs(self) -> tuple[abi.Struct, abi.Struct]:
+    def _structs(self) -> tuple[Struct, Struct]:
         """Scalars, and the kernel's parameters with them."""
-        numbers = abi.Struct("Scalars", **(self.scalars or {"unused": "u32"}))
+        numbers = Struct("Scalars", **(self.scalars or {"unused": "u32"}))
         sizes = {"num_rows": "u64", "num_tiles": "u32", "pad": "u32"}
-        return numbers, abi.Struct("PipelineParams", x="ptr", y="ptr", **sizes, scalars=numbers)
+        return numbers, Struct("PipelineParams", x="ptr", y="ptr", **sizes, scalars=numbers)
 
     @functools.cached_property
     def _prelude(self) -> str:
@@ -182,7 +183,7 @@ class Pipeline:
                 *code,
                 "; }); }",
             ]
-        return "\n".join([*headers, abi.emit(constants, self._structs), *types, *code, ""])
+        return "\n".join([*headers, emit(constants, self._structs), *types, *code, ""])
 
     def _check(self, y: Any, x: Any, scalars: Mapping[str, float]) -> None:
         for name, array, dtype, row in (

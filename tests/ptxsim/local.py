@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyep import abi
 from cupyep.backends.cuda.kernels import Call
+from cupyep.structs import Struct
 from ptxsim.memory import Space
 from ptxsim.scheduler import Scheduler
 from ptxsim.sources import Patch, program
@@ -34,7 +34,7 @@ class Gpu:
     def read(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return self.space.read(0, address, shape, np.dtype(dtype))
 
-    def launch(self, kernel: str, file: str, arch: str, constants: dict[str, int], params: abi.Struct,
+    def launch(self, kernel: str, file: str, arch: str, constants: dict[str, int], params: Struct,
                num_ctas: int, num_threads: int, smem_bytes: int = 0, patch: Patch = (), **fields: int) -> None:
         """Runs the kernel, with `patch` in its text, to its end under a schedule of this GPU's seed."""
         call = Call(params, {})

@@ -11,26 +11,27 @@ from compile_helpers import needs_nvrtc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cupyep import abi, layout
+from cupyep import abi, layout, structs
 from cupyep.backends.cuda import jit
 from cupyep.errors import CompileError
+from cupyep.structs import Struct, emit
 
-STRUCTS = [value for module in (abi, layout) for value in vars(module).values() if isinstance(value, abi.Struct)]
+STRUCTS = [value for module in (abi, layout) for value in vars(module).values() if isinstance(value, Struct)]
 ADVERSARIAL = [
-    abi.Struct("Single", a="u8"),
-    abi.Struct("TailPadding", a="u64", b="u8"),
-    abi.Struct("HolesEverywhere", a="u8", b="u64", c="u8", d="u32", e="u8", f="f32", g="u8", h="i64", i="u8"),
-    abi.Struct("OddArrays", a=("u8", 3), b=("u32", 3), c=("u8", 1), d=("u64", 1), e=("u8", 5), f="ptr"),
-    abi.Struct("ArrayOfOne", a=("i32", 1), b="ptr"),
-    abi.Struct("Nested", a="u8", inner=abi.Struct("Inner", x="u8", y="u64", z="u8"), b="u8", c="u32"),
+    Struct("Single", a="u8"),
+    Struct("TailPadding", a="u64", b="u8"),
+    Struct("HolesEverywhere", a="u8", b="u64", c="u8", d="u32", e="u8", f="f32", g="u8", h="i64", i="u8"),
+    Struct("OddArrays", a=("u8", 3), b=("u32", 3), c=("u8", 1), d=("u64", 1), e=("u8", 5), f="ptr"),
+    Struct("ArrayOfOne", a=("i32", 1), b="ptr"),
+    Struct("Nested", a="u8", inner=Struct("Inner", x="u8", y="u64", z="u8"), b="u8", c="u32"),
 ]
-types = st.sampled_from(sorted(abi._TYPES))
+types = st.sampled_from(sorted(structs._TYPES))
 fields = st.lists(st.one_of(types, st.tuples(types, st.integers(1, 9))), min_size=1, max_size=12)
 
 
-def with_inner(struct: abi.Struct) -> tuple[abi.Struct, ...]:
+def with_inner(struct: Struct) -> tuple[Struct, ...]:
     """`struct` after the structs that its fields are made of."""
-    inner = [with_inner(kind) for kind in struct.fields.values() if isinstance(kind, abi.Struct)]
+    inner = [with_inner(kind) for kind in struct.fields.values() if isinstance(kind, Struct)]
     return (*dict.fromkeys(part for parts in inner for part in parts), struct)
 
 
@@ -48,22 +49,22 @@ def asserted_values(constants: dict[str, int]) -> str:
 
 @needs_nvrtc
 @pytest.mark.parametrize("struct", [*STRUCTS, *ADVERSARIAL], ids=lambda struct: struct.name)
-def test_c_and_numpy_agree_on_a_struct(struct: abi.Struct) -> None:
-    compile_prelude(abi.emit({}, with_inner(struct)))
+def test_c_and_numpy_agree_on_a_struct(struct: Struct) -> None:
+    compile_prelude(emit({}, with_inner(struct)))
 
 
 @needs_nvrtc
 @settings(max_examples=15, deadline=None)
 @given(st.lists(fields, min_size=1, max_size=20))
 def test_c_and_numpy_agree_on_any_struct(structs: list) -> None:
-    made = [abi.Struct(f"S{i}", **{f"f{j}": kind for j, kind in enumerate(kinds)}) for i, kinds in enumerate(structs)]
-    compile_prelude(abi.emit({}, tuple(made)))
+    made = [Struct(f"S{i}", **{f"f{j}": kind for j, kind in enumerate(kinds)}) for i, kinds in enumerate(structs)]
+    compile_prelude(emit({}, tuple(made)))
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("number", range(5))
 def test_a_wrong_size_or_offset_does_not_compile(number: int) -> None:
-    text = abi.Struct("Shared", a="u8", b="u64", c="u8", d="i64").declaration()
+    text = Struct("Shared", a="u8", b="u64", c="u8", d="i64").declaration()
     compile_prelude(text)
     claims = list(re.finditer(r"== (\d+)\);", text))
     assert [int(claim[1]) for claim in claims] == [32, 0, 8, 16, 24]  # sizeof, then a, b, c, d
@@ -82,7 +83,7 @@ def test_a_wrong_size_or_offset_does_not_compile(number: int) -> None:
     ],
 )
 def test_a_struct_that_drifts_on_the_c_side_does_not_compile(change: tuple[str, str]) -> None:
-    text = abi.Struct("Shared", a="u8", b="u64", c="u8", d="i64").declaration()
+    text = Struct("Shared", a="u8", b="u64", c="u8", d="i64").declaration()
     assert change[0] in text
     with pytest.raises(CompileError, match=r"static assertion failed|has no member"):
         compile_prelude(text.replace(*change))
@@ -92,12 +93,12 @@ def test_a_struct_that_drifts_on_the_c_side_does_not_compile(change: tuple[str, 
 def test_constants_keep_their_values() -> None:
     edges = {f"kEdge{i}": value for i, value in enumerate((0, -1, -(2**31), 2**31 - 1, 2**31, 2**32, 2**63, 2**64 - 1))}
     compile_prelude(
-        abi.emit(edges, ()),
+        emit(edges, ()),
         asserted_values({k: v for k, v in edges.items() if v >= 0})
         + "\nstatic_assert(cfg::kEdge1 == -1 && cfg::kEdge2 == -2147483647 - 1);",
     )
     with pytest.raises(CompileError, match="static assertion failed"):
-        compile_prelude(abi.emit({"kSeven": 7}, ()), "static_assert(cfg::kSeven == 8);")
+        compile_prelude(emit({"kSeven": 7}, ()), "static_assert(cfg::kSeven == 8);")
 
 
 @needs_nvrtc
@@ -105,11 +106,11 @@ def test_constants_keep_their_values() -> None:
 def test_the_prelude_of_a_job_compiles(num_ranks: int) -> None:
     enums, places = abi.enum_constants(), layout.ControlLayout(num_ranks).constants()
     assert not enums.keys() & places.keys()
-    compile_prelude(abi.emit(enums | places, tuple(STRUCTS)), asserted_values(enums | places))
+    compile_prelude(emit(enums | places, tuple(STRUCTS)), asserted_values(enums | places))
 
 
 def test_a_record_holds_what_it_was_given() -> None:
-    record = abi.Struct("Record", a="u8", b="u64", c=("u32", 3))(b=2**64 - 1, c=[1, 2, 3])
+    record = Struct("Record", a="u8", b="u64", c=("u32", 3))(b=2**64 - 1, c=[1, 2, 3])
     assert (record["a"], record["b"], record["c"].tolist()) == (0, 2**64 - 1, [1, 2, 3])
     with pytest.raises(ValueError):
         abi.POST(no_such_field=1)

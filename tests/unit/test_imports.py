@@ -18,7 +18,8 @@ MAX_LINES = 300
 
 # From the ground up: a part imports parts of lower layers and itself, nothing else. "" is cupyep/__init__.py.
 LAYERS = (
-    {"errors", "env", "abi"},
+    {"errors", "env", "structs"},
+    {"abi"},
     {"layout", "checks", "handle"},
     {"config", "comm"},
     {"model"},

@@ -11,12 +11,13 @@ from cupy.cuda import driver
 from cupyep import abi
 from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan
+from cupyep.structs import Struct
 
 
 class Call:
     """The parameter struct of a kernel, filled anew for each launch: the driver copies it then."""
 
-    def __init__(self, params: abi.Struct, sync: dict[str, Any]) -> None:
+    def __init__(self, params: Struct, sync: dict[str, Any]) -> None:
         self._record = params()
         for name, value in sync.items():
             self._record["sync"][name] = value

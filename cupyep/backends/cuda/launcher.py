@@ -239,7 +239,7 @@ class Launcher:
         if verdict == Verdict.FAILED and index == COUNT:
             rank = int(record["failed_rank"])
             post, rows = posts[rank], int(record["failed_rows"])
-            return ArenaExhaustedError(rows * _row_bytes(post), int(post["rows_offset"]), rank)
+            return ArenaExhaustedError(_row_layout(post).offsets(rows)["num_bytes"], int(post["rows_offset"]), rank)
         if verdict == Verdict.FAILED:
             rank = int(np.flatnonzero(posts["status"] == Status.FAILED)[0])
             return ArenaExhaustedError(int(posts[rank]["rows_offset"]), int(posts[rank]["idx_offset"]), rank)
@@ -248,11 +248,16 @@ class Launcher:
         return mismatch
 
 
-def _row_bytes(post: Any) -> int:
+def _row_layout(post: Any) -> layout.RowLayout:
     """Of a row with all that travels beside it."""
-    num_topk, flags = int(post["num_topk"]), int(post["flags"])
-    idx_bytes, weight_bytes = (8 if flags & abi.Flag.IDX64 else 4), (4 if flags & abi.Flag.WEIGHTS else 0)
-    return int(post["row_bytes"]) + num_topk * (idx_bytes + weight_bytes) + int(post["scales"]) // 16
+    flags = int(post["flags"])
+    return layout.RowLayout(
+        int(post["row_bytes"]),
+        num_topk=int(post["num_topk"]),
+        idx_bytes=8 if flags & abi.Flag.IDX64 else 4,
+        with_weights=bool(flags & abi.Flag.WEIGHTS),
+        scale_bytes=int(post["scales"]) // 16,
+    )
 
 
 def _pointer(array: Any) -> int:

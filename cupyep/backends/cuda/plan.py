@@ -11,6 +11,7 @@ from typing import Any
 
 from cupyep import abi, checks, layout
 from cupyep.backends.base import Shape
+from cupyep.structs import emit
 
 _STATIC_BYTES = 1024  # what the kernels declare themselves, beside the tables by rank
 MOVERS = {"vector": 0, "tma": 1}
@@ -29,7 +30,7 @@ def prelude(num_ranks: int, constants: dict[str, int] | None = None) -> str:
     """What every kernel source starts with: layout, enumerators, structs, and `constants` of this kernel."""
     control, host = layout.ControlLayout(num_ranks), layout.HostLayout(num_ranks)
     everything = {**control.constants(), **host.constants(), **abi.enum_constants(), **(constants or {})}
-    return abi.emit(everything, (layout.CHANNEL_STATE, layout.HOST_RECORD, *abi.KERNEL_STRUCTS))
+    return emit(everything, (layout.CHANNEL_STATE, layout.HOST_RECORD, *abi.KERNEL_STRUCTS))
 
 
 def mover_of(row_bytes: int, requested: str, compute_capability: int) -> str:
