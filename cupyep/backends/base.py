@@ -15,6 +15,7 @@ from cupyep.errors import CupyepError
 from cupyep.handle import EventOverlap
 from cupyep.layout import RowLayout, align
 
+HEAP_STEP = 1 << 21  # bytes: a heap that nobody has sized is a multiple
 BLOCKS_PER_ARENA = 3  # worst-case blocks: a dispatch output, a combine input, and one more result kept by the caller
 
 
@@ -136,7 +137,7 @@ class Backend(ABC):
 
     def __init__(self, comm: Communicator, config: BufferConfig) -> None:
         self._comm, self._config = comm, config
-        self.capacity = Capacity(config.max_tokens_per_rank or 0, config.num_nvl_bytes)
+        self.capacity = Capacity(config.max_tokens_per_rank or 0, config.num_nvl_bytes or HEAP_STEP)
         self._prepared: set[Shape] = set()
         self.broken: CupyepError | None = None  # what has ended this group for good, as far as it was raised
 
@@ -155,7 +156,8 @@ class Backend(ABC):
         rounded = most_tokens if self.agreed_max_tokens else align(most_tokens)
         max_tokens, heap = max(self.capacity.max_tokens_per_rank, rounded), self.capacity.heap_bytes
         if not self._config.num_nvl_bytes:
-            heap = max(heap, BLOCKS_PER_ARENA * shape.rows.offsets(self._comm.size * max_tokens)["num_bytes"])
+            block = shape.rows.offsets(self._comm.size * max_tokens)["num_bytes"]
+            heap = max(heap, align(BLOCKS_PER_ARENA * block, HEAP_STEP))
         grown = Capacity(max_tokens, heap)
         if heap > self.capacity.heap_bytes:
             self._resize(grown)

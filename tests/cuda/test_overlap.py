@@ -87,6 +87,7 @@ def dropped(comm):
     with open_buffer(comm, traffic) as buffer:
         handle = used(buffer, traffic)
         expected, current = traffic.received(0)[0], cupy.cuda.get_current_stream()
+        cupy.full_like(expected, 7), cupy.ones_like(expected)  # loading their kernels later would wait for busy
         other = cupy.cuda.Stream(non_blocking=True)
         for verb in ("dispatch", "combine"):
             given = (traffic.inputs(0)[0] if verb == "dispatch" else expected).copy()
@@ -119,7 +120,7 @@ def test_inputs_are_kept_until_they_were_used():
 
 def slow_reader(comm):
     """A stream reads results that the caller has dropped; later results are not put there before it is through."""
-    first, second = Traffic(1), Traffic(1, seed=1)
+    first, second = Traffic(1, missing=0), Traffic(1, missing=0, seed=1)  # the same routing: all to the one rank
     check_alone(comm, first, second)
     with open_buffer(comm, first) as buffer:
         handle = used(buffer, first)

@@ -54,7 +54,7 @@ def on_gpu(comm, group):
             if weights is not None:
                 checks.assert_bits("recv_topk_weights", result.recv_topk_weights, expected.topk_weights)
             back = (cupy.asarray(y), result.handle, None if y_weights is None else cupy.asarray(y_weights))
-            combined = buffer.combine(*back)
+            combined = buffer.combine(*back, bias=tuple(map(cupy.asarray, group.biases[rank])) or None)
             checks.assert_bits("combined_x", combined.combined_x, group.combined[rank])
             if group.combined_weights is not None:
                 checks.assert_bits("weights", combined.combined_topk_weights, group.combined_weights[rank])

@@ -49,10 +49,11 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     described: list[Any] = []
     comm.together("choose device", lambda: described.append(_describe(device, comm)), timeout_s=timeout_s)
     ordinal, bus_id, total_sms = described[0]
-    mine = bus_id, sum(claim.num_sms for claim in claims(ordinal)), threading.get_ident()
+    used = sum(claim.num_sms * claim.ranks_per_device for claim in claims(ordinal))
+    mine = bus_id, used, threading.get_ident()
     everyone = comm.allgather(mine, operation="choose device", timeout_s=timeout_s)
     sharing = [rank for rank, (bus, *_) in enumerate(everyone) if bus == bus_id]
-    available = total_sms // len(sharing) - max(everyone[rank][1] for rank in sharing)
+    available = (total_sms - max(everyone[rank][1] for rank in sharing)) // len(sharing)
     if len(sharing) > 1 and not comm.in_process and comm.rank == 0 and not (env.mps_pipe_dir() / "control").exists():
         warnings.warn(
             f"{len(sharing)} ranks share one GPU without MPS: each handshake then takes milliseconds; "
