@@ -19,7 +19,15 @@ from cupyep.errors import (
     StateError,
     TopologyError,
 )
-from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, Handle
+from cupyep.handle import (
+    CombineResult,
+    DispatchLayout,
+    DispatchResult,
+    Handle,
+    LowLatencyCombineResult,
+    LowLatencyDispatchResult,
+    LowLatencyHandle,
+)
 from cupyep.threads import run_local
 
 __version__ = "0.1.0"
@@ -34,6 +42,9 @@ __all__ = [
     "DispatchResult",
     "Handle",
     "LocalComm",
+    "LowLatencyCombineResult",
+    "LowLatencyDispatchResult",
+    "LowLatencyHandle",
     "MismatchError",
     "PeerError",
     "PeerTimeoutError",

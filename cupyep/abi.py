@@ -68,11 +68,13 @@ class Operation(IntEnum):
     PUSH = 2
     PULL = 3
     BARRIER = 4
+    LOW_LATENCY_DISPATCH = 5
+    LOW_LATENCY_COMBINE = 6
 
     @property
     def verb(self) -> str:
         """The public call that runs this operation, for messages."""
-        return {"COUNT": "dispatch", "PUSH": "dispatch", "PULL": "combine", "BARRIER": "barrier"}[self.name]
+        return {"COUNT": "dispatch", "PUSH": "dispatch", "PULL": "combine"}.get(self.name, self.name.lower())
 
 
 class Status(IntEnum):
@@ -91,6 +93,7 @@ class AbortKind(IntEnum):
     RAISED = 3
     OVERFLOW = 4  # a sender met a row at or past the block's capacity
     OVERLAP = 5  # two operations of one channel ran at once
+    MISMATCH = 6  # of the low-latency mode, which has no posts: a peer's word has another signature
 
     @property
     def reason(self) -> str:
@@ -100,6 +103,7 @@ class AbortKind(IntEnum):
             "raised an exception",
             "was sent more rows than its block holds",
             "ran two operations of one channel at once",
+            "gave other arguments (shape, types, num_topk, num_experts or options)",
         )[self - 1]
 
 
@@ -116,6 +120,13 @@ class Flag(IntEnum):
 
     WEIGHTS = 1
     IDX64 = 2
+
+
+class Phase(IntEnum):
+    """The halves of a low-latency operation, as bits."""
+
+    SEND = 1
+    RECEIVE = 2
 
 
 MAX_RANKS = 256
@@ -189,7 +200,41 @@ PULL_PARAMS = Struct(
 )
 BARRIER_PARAMS = Struct("BarrierParams", sync=SYNC, post=POST)
 ABORT_PARAMS = Struct("AbortParams", sync=SYNC, word="u64")
-KERNEL_STRUCTS = (POST, SYNC, ROUTING, COUNT_PARAMS, PUSH_PARAMS, PULL_PARAMS, BARRIER_PARAMS, ABORT_PARAMS)
+
+# What both low-latency kernels are told (docs/low-latency.md). Offsets are bytes: of `region` from the arena's start, of
+# scales and side rows (a dispatch's meta words, a combine's weights) from there. masks: [num_ranks] u32, ranks left out;
+# fates: [num_ranks] u64 of this channel.
+LOW_LATENCY = Struct(
+    "LowLatency",
+    **dict.fromkeys(("region", "scales_offset", "side_offset"), "u64"),
+    **dict.fromkeys(("masks", "fates"), "ptr"),
+    **dict.fromkeys(("phases", "signature", "max_tokens", "num_tokens", "num_topk", "num_local_experts"), "u32"),
+    **dict.fromkeys(("idx64", "masks_on_timeout"), "u32"),
+)
+# What a dispatch leaves at its own rank for the combine of its handle; [num_ranks * max_tokens] rows in all but the
+# first two, which are [num_tokens][words of 32 ranks] and [num_ranks].
+LOW_LATENCY_TABLES = Struct(
+    "LowLatencyTables", **dict.fromkeys(("token_ranks", "num_rows", "tokens", "positions", "weights"), "ptr")
+)
+LOW_LATENCY_DISPATCH_PARAMS = Struct(
+    "LowLatencyDispatchParams",
+    sync=SYNC,
+    ll=LOW_LATENCY,
+    tables=LOW_LATENCY_TABLES,
+    **dict.fromkeys(("x", "topk_idx", "topk_weights"), "ptr"),
+    **dict.fromkeys(("recv_x", "recv_scales", "recv_count", "src_info", "layout_range", "stats"), "ptr"),
+)
+LOW_LATENCY_COMBINE_PARAMS = Struct(
+    "LowLatencyCombineParams",
+    sync=SYNC,
+    ll=LOW_LATENCY,
+    tables=LOW_LATENCY_TABLES,
+    **dict.fromkeys(("x", "topk_weights", "out"), "ptr"),
+)
+KERNEL_STRUCTS = (
+    *(POST, SYNC, ROUTING, COUNT_PARAMS, PUSH_PARAMS, PULL_PARAMS, BARRIER_PARAMS, ABORT_PARAMS),
+    *(LOW_LATENCY, LOW_LATENCY_TABLES, LOW_LATENCY_DISPATCH_PARAMS, LOW_LATENCY_COMBINE_PARAMS),
+)
 
 
 # The abort word is one u64, so that it is claimed by one compare-and-swap and broadcast by one store; 0 means none.
@@ -219,8 +264,14 @@ def enum_constants() -> dict[str, int]:
         "DType": DType,
         "Flag": Flag,
         "Verdict": Verdict,
+        "Phase": Phase,
     }
-    return {f"k{family}{member.name.capitalize()}": int(member) for family, enum in families.items() for member in enum}
+    return {f"k{family}{camel(member.name)}": int(member) for family, enum in families.items() for member in enum}
+
+
+def camel(name: str) -> str:
+    """snake_case or SCREAMING_CASE as CamelCase."""
+    return "".join(part.capitalize() for part in name.split("_"))
 
 
 def emit(constants: dict[str, int], structs: tuple[Struct, ...]) -> str:

@@ -2,7 +2,7 @@
 
     arena of one rank
     | control block                                                                  | heap ...
-    | abort | channel 0: state, posts[2][ranks], done[ranks], counts[2][ranks] | channel 1 | ... |
+    | abort | channel 0: state, posts[2][ranks], done[ranks], arrivals[2][ranks], counts[2][ranks] | channel 1 | ... |
 
 Peers write posts, done words, counts and the abort word; the rank itself writes its channels' state. Offsets come from
 the one list below; both backends slice it, and the kernels get it as `cfg::` constants.
@@ -32,8 +32,9 @@ class Channel(IntEnum):
     BARRIER = 5
 
 
-# Words of a channel's state, all private to its rank. busy: an operation runs; arrived: CTAs that have finished theirs.
-CHANNEL_STATE = abi.Struct("ChannelState", epoch="u32", busy="u32", arrived="u32", pad="u32")
+# Words of a channel's state, all private to its rank. busy: an operation runs; arrived: CTAs that have finished theirs;
+# sent: CTAs that have finished a step of a low-latency send half.
+CHANNEL_STATE = abi.Struct("ChannelState", epoch="u32", busy="u32", arrived="u32", sent="u32")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class ControlLayout:
             ("state", (), CHANNEL_STATE.dtype),
             ("posts", (2, num_ranks), abi.POST.dtype),  # [parity of the epoch][sender]
             ("done", (num_ranks,), u32),  # [sender]: the last epoch that this peer has finished
+            ("arrivals", (2, num_ranks), u64),  # [rows, weights][sender]: a low-latency word, see arrival_word
             ("counts", (2, num_ranks, counts_words(num_ranks)), u32),  # [parity of the epoch][sender]
         )
         self._regions, offset = {}, 0
@@ -82,7 +84,7 @@ class ControlLayout:
         self.num_bytes = self.channels_offset + len(Channel) * self.channel_bytes
 
     def region(self, channel: Channel, name: str) -> Region:
-        """The region `name` (state, posts, done, counts) of `channel`."""
+        """The region `name` (state, posts, done, arrivals, counts) of `channel`."""
         inner = self._regions[name]
         return Region(
             name, self.channels_offset + channel * self.channel_bytes + inner.offset, inner.shape, inner.dtype
@@ -102,11 +104,12 @@ class ControlLayout:
             for name in ("state", "posts"):
                 self.view(memory, self.region(channel, name))["epoch"] = INITIAL_EPOCH
             self.view(memory, self.region(channel, "done"))[...] = INITIAL_EPOCH
+            self.view(memory, self.region(channel, "arrivals"))[...] = INITIAL_EPOCH << 32
         return memory
 
     def constants(self) -> dict[str, int]:
         """The layout as `cfg::` constants."""
-        names = {f"k{camel(name)}Offset": region.offset for name, region in self._regions.items()}
+        names = {f"k{abi.camel(name)}Offset": region.offset for name, region in self._regions.items()}
         return {
             "kNumRanks": self.num_ranks,
             "kAbortOffset": self.abort.offset,
@@ -115,7 +118,7 @@ class ControlLayout:
             "kCountsWords": counts_words(self.num_ranks),
             "kPostEpochOffset": abi.POST.dtype.fields["epoch"][1],  # type: ignore[index]
             **names,
-            **{f"kChannel{camel(channel.name)}": int(channel) for channel in Channel},
+            **{f"kChannel{abi.camel(channel.name)}": int(channel) for channel in Channel},
         }
 
 
@@ -159,13 +162,8 @@ class HostLayout:
 
     def constants(self) -> dict[str, int]:
         """The layout as `cfg::` constants; kHostRecordBytes is the distance of the two records."""
-        names = {f"k{camel(name)}Offset": region.offset for name, region in self.regions.items() if name != "record"}
+        names = {f"k{abi.camel(name)}Offset": region.offset for name, region in self.regions.items() if name != "record"}
         return {"kHostRecordBytes": self.record_bytes, **names}
-
-
-def camel(name: str) -> str:
-    """snake_case or SCREAMING_CASE as CamelCase."""
-    return "".join(part.capitalize() for part in name.split("_"))
 
 
 @dataclass(frozen=True)

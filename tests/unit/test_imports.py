@@ -18,12 +18,13 @@ MAX_LINES = 300
 
 # From the ground up: a part imports parts of lower layers and itself, nothing else. "" is cupyep/__init__.py.
 LAYERS = (
-    {"errors", "env", "abi"},
+    {"errors", "env", "abi", "fp8"},
     {"layout", "checks", "handle"},
     {"config", "comm"},
     {"model"},
     {"backends"},
     {"group", "threads"},
+    {"low_latency"},
     {"buffer"},
     {""},
     {"tma"},
