@@ -162,7 +162,9 @@ class HostLayout:
 
     def constants(self) -> dict[str, int]:
         """The layout as `cfg::` constants; kHostRecordBytes is the distance of the two records."""
-        names = {f"k{abi.camel(name)}Offset": region.offset for name, region in self.regions.items() if name != "record"}
+        names = {
+            f"k{abi.camel(name)}Offset": region.offset for name, region in self.regions.items() if name != "record"
+        }
         return {"kHostRecordBytes": self.record_bytes, **names}
 
 

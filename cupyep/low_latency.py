@@ -174,7 +174,11 @@ class LowLatencyVerbs(Group):
         if topk_idx is not None and tuple(topk_idx.shape) != ids:
             raise ValueError(f"topk_idx: expected shape {ids}, got {tuple(topk_idx.shape)}")
         if (topk_weights is None) != handle.with_weights:
-            wanted = "None, as they went with the dispatch" if handle.with_weights else "an array, as none went with the dispatch"
+            wanted = (
+                "None, as they went with the dispatch"
+                if handle.with_weights
+                else "an array, as none went with the dispatch"
+            )
             raise ValueError(f"topk_weights: expected {wanted}, got {'None' if topk_weights is None else 'an array'}")
         if topk_weights is not None:
             topk_weights = backend.asarray("topk_weights", topk_weights)
@@ -201,9 +205,7 @@ class LowLatencyVerbs(Group):
         checks.payload("dtype", np.empty((0, 1), np.dtype(dtype)))
         return engine.next_combine_buffer(self._combine_shape(handle, np.dtype(dtype)))
 
-    def clean_low_latency_buffer(
-        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
-    ) -> None:
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: a word that carries its epoch is never taken for another call's, so nothing needs cleaning."""
 
     def mask_rank(self, rank: int) -> None:

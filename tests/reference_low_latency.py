@@ -10,10 +10,7 @@ from reference import narrow, owner, widen
 GROUP = 128
 # e4m3 by its definition: 4 exponent bits with bias 7, 3 mantissa bits; all ones is NaN, so the largest is 448.
 E4M3 = np.array(
-    [
-        (code & 7) * 2.0**-9 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 7)
-        for code in range(127)
-    ]
+    [(code & 7) * 2.0**-9 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 7) for code in range(127)]
 )
 
 
@@ -25,7 +22,9 @@ class Expert:
     num_from_rank: list[int]
 
 
-def dispatch(topk_idxs: list[np.ndarray], num_experts: int, masked: set[tuple[int, int]] | None = None) -> list[list[Expert]]:
+def dispatch(
+    topk_idxs: list[np.ndarray], num_experts: int, masked: set[tuple[int, int]] | None = None
+) -> list[list[Expert]]:
     """[rank][local expert]. `masked`: pairs (rank, masked by it); neither gives the other anything."""
     num_ranks = len(topk_idxs)
     num_local = num_experts // num_ranks

@@ -110,7 +110,7 @@ __device__ bool receive(const Params& p, u32 epoch) {
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(cfg::kThreads, 1) low_latency_combine(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(cfg::kThreads, 2) low_latency_combine(const __grid_constant__ Params p) {
   u32 epoch = ptx::ld_relaxed_gpu(&channel_state(p.sync)->epoch) + 1;
   bool well = true;
   if (p.ll.phases & cfg::kPhaseSend) {

@@ -97,8 +97,8 @@ __device__ bool send(const Params& p, u8* smem, u32 epoch) {
   read_ids(p, ids, goes, totals);
   if (blockIdx.x == 0) send_counts(p, ids);
 
-  for (u32 unit = warp_index(); unit < p.ll.num_tokens * cfg::kSendParts; unit += num_warps()) {
-    const u32 token = unit / cfg::kSendParts, part = unit % cfg::kSendParts;
+  for (u32 unit = warp_index(); unit < p.ll.num_tokens * cfg::kParts; unit += num_warps()) {
+    const u32 token = unit / cfg::kParts, part = unit % cfg::kParts;
     const u16 expert = lane < num_topk ? ids.experts[token * num_topk + lane] : kNoExpert;
     const u32 rank = expert != kNoExpert ? expert / p.ll.num_local_experts : kNone;
     const bool leads = is_first(rank, rank != kNone && goes[rank]);
@@ -154,8 +154,8 @@ __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
   read_counts(p, num_rows, begin);
 
   u8* from = region(p.sync, p.ll, p.sync.rank);
-  for (u32 unit = warp_index(); unit < starts[cfg::kNumRanks] * cfg::kReceiveParts; unit += num_warps()) {
-    const u32 number = unit / cfg::kReceiveParts, part = unit % cfg::kReceiveParts;
+  for (u32 unit = warp_index(); unit < starts[cfg::kNumRanks] * cfg::kParts; unit += num_warps()) {
+    const u32 number = unit / cfg::kParts, part = unit % cfg::kParts;
     const u32 source = source_of(starts, number), row = source * p.ll.max_tokens + number - starts[source];
     WireVec batch[kBatch];
     load_part<cfg::kWireVecBytes, cfg::kWireBytes>(batch, from + static_cast<u64>(row) * cfg::kWireBytes, part);
@@ -190,7 +190,7 @@ __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(cfg::kThreads, 1) low_latency_dispatch(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(cfg::kThreads, 2) low_latency_dispatch(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) u8 smem[];
   u32 epoch = ptx::ld_relaxed_gpu(&channel_state(p.sync)->epoch) + 1;
   bool well = true;

@@ -32,6 +32,7 @@ from cupyep.errors import ArenaExhaustedError, StateError
 from cupyep.handle import LowLatencyHandle
 from cupyep.layout import ALIGNMENT, Channel
 
+
 @dataclass(eq=False)
 class LowLatencyCall:
     """One call, in one launch or two. arrays: inputs by the kernel's names, None where nothing is given."""
@@ -155,7 +156,9 @@ class LowLatency(ABC):
 
     def _prepare(self, operation: Operation, shape: LowLatencyShape) -> None:
         if self._capturing():
-            raise StateError(f"{operation.verb}: a shape's first call is collective and cannot be captured; make it before")
+            raise StateError(
+                f"{operation.verb}: a shape's first call is collective and cannot be captured; make it before"
+            )
         arguments = {**asdict(shape), "dtype": shape.dtype.name}
         self._comm.agree(operation.verb, arguments, timeout_s=self._config.timeout_s)
         # A dispatch also prepares the combine of its own type, which may come while the next dispatch is open.
@@ -165,7 +168,9 @@ class LowLatency(ABC):
             if self._config.num_rdma_bytes:
                 raise ArenaExhaustedError(NUM_REGIONS * needed, self._config.num_rdma_bytes, self._comm.rank)
             if self._pending:
-                raise StateError(f"{operation.verb}: a larger shape than ever needs all earlier hooks to have been called")
+                raise StateError(
+                    f"{operation.verb}: a larger shape than ever needs all earlier hooks to have been called"
+                )
             self._resize(needed)
             self._region_bytes = needed
         for verb, each in shapes.items():

@@ -25,15 +25,21 @@ JOBS = {
     "bf16": Job(case(), travel=False),
     "round": Job(case(hidden=384, tokens="uneven", seed=1), fp8="round", split=True),
     "ue8m0": Job(case(hidden=1024, tokens=(0, 5), seed=2), fp8="ue8m0", travel=False, split=True),
-    "float16": Job(case(hidden=256, dtype="float16", tokens=(3, 12), memory="strided", seed=3), fp8="plain", zero_copy=True),
-    "float32": Job(case(hidden=128, dtype="float32", idx_dtype="int32", seed=4), fp8="round", give_out=True, travel=False),
+    "float16": Job(
+        case(hidden=256, dtype="float16", tokens=(3, 12), memory="strided", seed=3), fp8="plain", zero_copy=True
+    ),
+    "float32": Job(
+        case(hidden=128, dtype="float32", idx_dtype="int32", seed=4), fp8="round", give_out=True, travel=False
+    ),
     "odd rows": Job(case(hidden=7, dtype="float16", num_topk=32, num_local_experts=32, seed=5), async_finish=True),
     "nowhere": Job(case(routing="nowhere", seed=6), fp8="plain"),
     "one rank": Job(case(routing="one rank", tokens=33, seed=7), travel=False),
     "duplicates": Job(case(routing="duplicates", tokens=40, num_topk=8, seed=8), fp8="plain", split=True),
     "no tokens": Job(case(tokens="none", seed=9), fp8="plain", travel=False),
     "room": Job(case(hidden=2880, tokens="uneven", routing="some -1", seed=10), extra=5, num_sms=2, split=True),
-    "long": Job(case(hidden=7168, tokens=(10, 3), num_topk=8, num_local_experts=8, seed=11), fp8="plain", async_finish=True),
+    "long": Job(
+        case(hidden=7168, tokens=(10, 3), num_topk=8, num_local_experts=8, seed=11), fp8="plain", async_finish=True
+    ),
 }
 
 
@@ -47,7 +53,11 @@ def many(num_ranks: int) -> tuple[Job, ...]:
     rng = random.Random(num_ranks)
     jobs = []
     for job in rng.sample(list(JOBS.values()), len(JOBS)):
-        tokens = tuple(rng.randrange(20) for _ in range(num_ranks)) if isinstance(job.case.tokens, tuple) else job.case.tokens
+        tokens = (
+            tuple(rng.randrange(20) for _ in range(num_ranks))
+            if isinstance(job.case.tokens, tuple)
+            else job.case.tokens
+        )
         local = max(job.case.num_local_experts, -(-job.case.num_topk // num_ranks))
         changed = {"num_ranks": num_ranks, "tokens": tokens, "num_local_experts": local, "seed": rng.randrange(1 << 30)}
         jobs.append(replace(job, case=replace(job.case, **changed)))
@@ -82,7 +92,9 @@ def test_epochs_wrap(monkeypatch, backend):
 
 def overlap(comm, backend):
     """Two micro-batches: the dispatch of one is under way while the other's combine is. Results live for two calls."""
-    batches = [Job(case(num_ranks=3, tokens=(7, 0, 12), seed=seed), fp8="round", split=True) for seed in range(100, 108)]
+    batches = [
+        Job(case(num_ranks=3, tokens=(7, 0, 12), seed=seed), fp8="round", split=True) for seed in range(100, 108)
+    ]
     with open_buffer(comm, backend) as buffer:
         result, answer = low_latency.dispatch(buffer, batches[0], backend), None
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
@@ -210,8 +222,14 @@ def misuse(comm, backend):
         handle = buffer.low_latency_dispatch(x, idx, 4, 6, use_fp8=False).handle
         y = xp.zeros((3, 8, 128), x.dtype)
         dispatches = [
-            ({"num_max_dispatch_tokens_per_rank": 3}, "num_tokens: expected at most num_max_dispatch_tokens_per_rank = 3, got 4"),
-            ({"num_max_dispatch_tokens_per_rank": 5000}, "num_max_dispatch_tokens_per_rank: expected 1..4096, got 5000"),
+            (
+                {"num_max_dispatch_tokens_per_rank": 3},
+                "num_tokens: expected at most num_max_dispatch_tokens_per_rank = 3, got 4",
+            ),
+            (
+                {"num_max_dispatch_tokens_per_rank": 5000},
+                "num_max_dispatch_tokens_per_rank: expected 1..4096, got 5000",
+            ),
             ({"num_experts": 7}, "num_experts: expected a multiple of the 2 ranks, got 7"),
             ({"x": x[:, :100]}, "hidden: expected a multiple of 128 for these scales, got 100"),
             ({"use_ue8m0": True, "round_scale": True}, "hidden: expected a multiple of 512 for these scales, got 128"),
@@ -259,7 +277,9 @@ def bad_ids(comm, backend):
     with open_buffer(comm, backend) as buffer:
         x, idx, _ = (np.array(array) for array in case(tokens=4).inputs(comm.rank))
         idx[1, 2] = -1
-        expected = asnumpy(buffer.low_latency_dispatch(xp.asarray(x), xp.asarray(idx), 4, 6, use_fp8=False).recv_x).copy()
+        expected = asnumpy(
+            buffer.low_latency_dispatch(xp.asarray(x), xp.asarray(idx), 4, 6, use_fp8=False).recv_x
+        ).copy()
         if comm.rank:
             idx[1, 2] = 6
         result = buffer.low_latency_dispatch(xp.asarray(x), xp.asarray(idx), 4, 6, use_fp8=False)

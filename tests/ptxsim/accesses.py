@@ -31,9 +31,9 @@ def _compile(program: Program, instruction: Instruction) -> Compiled:
         return Compiled(kinds[name], lambda cta, mask: register, instruction, visible=name in ("ret", "exit"))
     if name == "bar" and op[1] != "warp":
         return meetings.barrier(use, op, operands, instruction)
-    if name in ("bar", "vote", "shfl", "elect"):
+    if name in ("bar", "vote", "shfl", "elect", "match"):
         makers = {"bar": meetings.warp_barrier, "vote": meetings.vote, "shfl": meetings.shuffle,
-                  "elect": meetings.elect}
+                  "elect": meetings.elect, "match": meetings.match}
         member = use.get(operands[-1], "b32")
         return Compiled("warp", makers[name](use, op, operands), instruction, True, member)
     makers = {"ld": _load, "st": _store, "atom": _atomic, "red": _atomic, "fence": _fence, "membar": _fence,

@@ -134,6 +134,8 @@ def shift(left: bool) -> Callable[[Any, Any], Any]:
 
 
 def quotient(a: Any, b: Any) -> Any:
+    if b.dtype.kind == "f":
+        return a / b
     safe = np.where(b == 0, b.dtype.type(1), b)
     return np.where(b == 0, ~a.dtype.type(0), a // safe)
 
@@ -161,12 +163,21 @@ def bf16_bits(value: Any) -> Any:
     return np.where(np.isnan(value), np.uint32(0x7FFF), rounded)
 
 
+def e4m3_bits(value: Any) -> Any:
+    """float32 to e4m3, ties to even, saturated at 448, NaN 0x7F: the codes are sorted by value."""
+    magnitude = np.minimum(np.abs(np.asarray(value, np.float32)).astype(np.float64), 448)
+    exponent = np.where(magnitude < 2.0**-6, -6, np.frexp(magnitude)[1] - 1)  # below 2^-6 the spacing stays
+    steps = np.rint(np.ldexp(magnitude, 3 - exponent)).astype(np.int64)  # of 2^(exponent - 3): 8..16 for normal numbers
+    code = np.where(np.isnan(value), 0, steps + 8 * (exponent + 6)) | np.where(np.signbit(value), 0x80, 0)
+    return np.where(np.isnan(value), 0x7F, code).astype(np.uint32)
+
+
 def f16_bits(value: Any) -> Any:
     return np.asarray(value, np.float32).astype(np.float16).view(np.uint16).astype(np.uint32)
 
 
 BINARY = {"add": operator.add, "sub": operator.sub, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
-          "min": np.minimum, "max": np.maximum, "shl": shift(True), "shr": shift(False), "div": quotient,
+          "min": np.fmin, "max": np.fmax, "shl": shift(True), "shr": shift(False), "div": quotient,
           "rem": remainder}
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt,
            "ge": operator.ge, "lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
@@ -229,7 +240,12 @@ def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
     if to in ("bf16x2", "f16x2"):
         bits, upper, lower = bf16_bits if to == "bf16x2" else f16_bits, *(use.get(x, "f32") for x in operands[1:3])
         return lambda cta, mask: put(cta, mask, bits(upper(cta)) << np.uint32(16) | bits(lower(cta)))
+    if to == "e4m3x2":
+        upper, lower = (use.get(x, "f32") for x in operands[1:3])
+        return lambda cta, mask: put(cta, mask, (e4m3_bits(upper(cta)) << np.uint32(8) | e4m3_bits(lower(cta))).astype(np.uint16))
     get, dtype = use.get(operands[1], of), DTYPES[to]
+    if op[1] == "rni" and dtype == np.int32:
+        return lambda cta, mask: put(cta, mask, np.rint(np.nan_to_num(get(cta))).clip(-(2.0**31), 2.0**31 - 1).astype(dtype))
     if DTYPES[of].kind == "f" and dtype.kind != "f":
         raise NotImplementedError(".".join(op))
     return lambda cta, mask: put(cta, mask, np.asarray(get(cta)).astype(dtype))
@@ -238,9 +254,11 @@ def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
 def _multiply(use: Operands, op: list[str], operands: list[Any]) -> Run:
     kind, put = op[-1], use.put(operands[0])
     wide = "wide" in op
-    if "hi" in op:
-        raise NotImplementedError(".".join(op))
     a, b = use.get(operands[1], kind), use.get(operands[2], kind)
+    if "hi" in op:
+        if op != ["mul", "hi", "u32"]:
+            raise NotImplementedError(".".join(op))
+        return lambda cta, mask: put(cta, mask, (a(cta).astype(np.uint64) * b(cta) >> np.uint64(32)).astype(np.uint32))
     dtype = np.dtype(f"{DTYPES[kind].kind}{DTYPES[kind].itemsize * (2 if wide else 1)}")
     if op[0] == "mul":
         if wide:

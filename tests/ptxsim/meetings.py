@@ -52,6 +52,20 @@ def shuffle(use: Operands, op: list[str], operands: list[Any]) -> Run:
     return run
 
 
+def match(use: Operands, op: list[str], operands: list[Any]) -> Run:
+    """match.any.sync: the lanes that hold the same value."""
+    if op[1] != "any":
+        raise NotImplementedError(".".join(op))
+    get, put = use.get(operands[1], op[-1]), use.put(operands[0])
+
+    def run(cta: Cta, mask: np.ndarray) -> None:
+        values, taking = (np.broadcast_to(x, mask.shape).reshape(-1, 32) for x in (get(cta), mask))
+        same = (values[:, :, None] == values[:, None, :]) & taking[:, None, :]
+        put(cta, mask, np.packbits(same, axis=2, bitorder="little").view(np.uint32).ravel())
+
+    return run
+
+
 def elect(use: Operands, op: list[str], operands: list[Any]) -> Run:
     put_lane, put = use.put(operands[0][0]), use.put(operands[0][1])
 

@@ -23,10 +23,12 @@ from cupyep.backends.cuda.arena import Arena, Block
 from cupyep.backends.cuda.blocks import Blocks, offsets, received
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher, Routing
+from cupyep.backends.cuda.low_latency import CudaLowLatency
 from cupyep.backends.cuda.session import Session
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
+from cupyep.errors import PeerError
 from cupyep.layout import ControlLayout, RowLayout
 
 T = TypeVar("T")
@@ -48,6 +50,8 @@ class CudaBackend(Session):
                 self._comm_stream, self._abort_stream = CommStream(), cupy.cuda.Stream(non_blocking=True)
                 self._kernels: Kernels = self._together("load kernels", lambda: devices.load(self._device, comm.size))
                 self._resize(self.capacity)
+                if config.low_latency_mode:
+                    self._low_latency = self._create_low_latency()
         except BaseException:
             devices.release(self._device, comm, self._max_num_sms)
             raise
@@ -58,10 +62,17 @@ class CudaBackend(Session):
         self._arena = Arena(self._comm, self._device, initial, capacity.heap_bytes, timeout_s)
         self._blocks = Blocks(self._arena, self._comm_stream)
         self._launcher = Launcher(self._arena, self._kernels, self._comm, timeout_s, self._comm_stream.stream)
-        self._comm.watch = self._launcher.check_abort
+        self._comm.watch = self._check_abort
         if old is not None:
             self._comm_stream.stream.synchronize()
             old.close(collective=True)
+
+    def _create_low_latency(self) -> CudaLowLatency:
+        share = devices.whole_share(self._comm, self._device, self._config.timeout_s)
+        with cupy.cuda.Device(self._device):
+            return CudaLowLatency(
+                self._comm, self._config, self._device, self._kernels, self._comm_stream, share, self._fail
+            )
 
     def _load(self, shape: Shape) -> None:
         self._together("load kernels", lambda: self._kernels.load(shape))
@@ -218,10 +229,23 @@ class CudaBackend(Session):
         with cupy.cuda.Device(self._device):
             self._host_wait(self._comm_stream.record())
             self._launcher.check()
-            self._launcher.check_abort()
+            if self._low_latency:
+                runtime.deviceSynchronize()  # its kernels run on the caller's streams
+            self._check_abort()
+
+    def _check_abort(self) -> None:
+        """Raises if a rank has left for good."""
+        self._launcher.check_abort()
+        if self._low_latency:
+            self._low_latency.check()
+
+    def _fail(self, error: PeerError) -> None:
+        self.broken = error
 
     def abort(self) -> None:
         with cupy.cuda.Device(self._device):
+            if self._low_latency:
+                self._low_latency.abort()
             self._launcher.abort(AbortKind.RAISED, self._comm.rank, self._abort_stream)
             self._abort_stream.synchronize()
 
@@ -230,7 +254,9 @@ class CudaBackend(Session):
         with cupy.cuda.Device(self._device):
             if not collective:
                 self._let_kernels_leave()
-                _abandoned.append((self._launcher, self._arena))
+                _abandoned.append((self._launcher, self._arena, self._low_latency))
+            if self._low_latency:
+                self._low_latency.close(collective=collective)
             self._arena.close(collective=collective)
         if collective:
             self._comm.free()

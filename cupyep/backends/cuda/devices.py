@@ -56,6 +56,13 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     return ordinal, budget
 
 
+def whole_share(comm: Communicator, device: int, timeout_s: float | None) -> int:
+    """Collective: the SMs of `device` for each of its ranks, whatever budgets there are."""
+    everyone = comm.allgather(runtime.deviceGetPCIBusId(device), operation="choose device", timeout_s=timeout_s)
+    num_sms = runtime.getDeviceProperties(device)["multiProcessorCount"]
+    return max(1, num_sms // everyone.count(everyone[comm.rank]))
+
+
 def default_budget(available: int) -> int:
     """The SMs that a Buffer takes of those `available` to its rank: room stays for a second Buffer."""
     return min(DEFAULT_NUM_SMS, max(1, available // 2))

@@ -11,6 +11,7 @@ from cupy.cuda import driver
 from cupyep import abi
 from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan
+from cupyep.backends.low_latency_shape import LowLatencyShape
 
 
 class Call:
@@ -28,6 +29,11 @@ class Call:
         """Sets fields of the struct itself."""
         for name, value in fields.items():
             self._record[name] = value
+
+    def within(self, part: str, **fields: int) -> None:
+        """Sets fields of an inner struct."""
+        for name, value in fields.items():
+            self._record[part][name] = value
 
     def post(self, signature: dict[str, int], **fields: int) -> None:
         """Sets fields of the struct's Post."""
@@ -83,3 +89,14 @@ class Kernels:
     def of(self, shape: Shape) -> Kernel:
         """The kernel of a shape that was loaded."""
         return self._by_shape[self._key(shape)]
+
+    def load_low_latency(self, operation: abi.Operation, shape: LowLatencyShape) -> None:
+        """Makes `low_latency(operation, shape)` ready."""
+        chosen, name = plan.low_latency_plan(operation, shape), operation.verb
+        module = jit.load(jit.build(self._request(name, chosen.constants)))
+        function = jit.function(module, name, chosen.smem_bytes)
+        self._by_shape[operation, shape] = Kernel(function, chosen.num_threads, chosen.smem_bytes)
+
+    def low_latency(self, operation: abi.Operation, shape: LowLatencyShape) -> Kernel:
+        """The kernel of a shape that was loaded."""
+        return self._by_shape[operation, shape]

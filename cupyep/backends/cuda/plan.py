@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cupyep import abi, layout
+from cupyep import abi, checks, layout
 from cupyep.backends.base import Shape
+from cupyep.backends.low_latency_shape import LowLatencyShape
 
 _STATIC_BYTES = 1024  # what the kernels declare themselves, beside the tables by rank
 MOVERS = {"vector": 0, "tma": 1}
@@ -104,3 +105,32 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kPullThreads": num_threads,
     }
     return Plan(constants, num_threads, smem)
+
+
+def low_latency_plan(operation: abi.Operation, shape: LowLatencyShape) -> Plan:
+    """LOW_LATENCY_*: warps that each take shares of rows, in registers; many small shares, as a batch has few rows.
+
+    A share is kVecsPerLane vectors for each lane, and as many groups of 16 values where rows are cast.
+    """
+    num_topk, num_tokens = shape.num_topk, shape.max_tokens
+    row_bytes = shape.hidden * shape.dtype.itemsize
+    vecs = math.ceil(shape.wire_bytes / (32 * math.gcd(shape.wire_bytes, 16)))  # for each lane to move a row
+    vecs_per_lane = 2 if shape.fp8 else 4
+    constants = {
+        "kDType": int(checks.DTYPES[shape.dtype]),
+        "kHidden": shape.hidden,
+        "kRowBytes": row_bytes,
+        "kVecBytes": math.gcd(row_bytes, 16),
+        "kWireBytes": shape.wire_bytes,
+        "kWireVecBytes": math.gcd(shape.wire_bytes, 16),
+        "kFp8": int(shape.fp8),
+        "kRoundScale": int(shape.round_scale),
+        "kUe8m0": int(shape.ue8m0),
+        "kScaleWords": shape.num_scale_words,
+        "kVecsPerLane": vecs_per_lane,
+        "kParts": math.ceil(vecs / vecs_per_lane),
+        "kThreads": 512,
+    }
+    words = shape.num_experts + num_tokens * math.ceil(shape.num_ranks / 32)  # of Ids; the receive half takes fewer
+    smem = 4 * words + 2 * num_tokens * num_topk if operation == abi.Operation.LOW_LATENCY_DISPATCH else 0
+    return Plan(constants, 512, smem)

@@ -129,7 +129,9 @@ class NumpyLowLatency(LowLatency):
         channel = self._channels[call.channel]
         channel.start(call.operation, phases)
         halves = (
-            (self._send_rows, self._receive_rows) if call.operation == DISPATCH else (self._send_sums, self._receive_sums)
+            (self._send_rows, self._receive_rows)
+            if call.operation == DISPATCH
+            else (self._send_sums, self._receive_sums)
         )
         for phase, half in zip((Phase.SEND, Phase.RECEIVE), halves, strict=True):
             if phases & phase:
