@@ -80,7 +80,7 @@ def expect(job: Job) -> tuple[list[list[reference.Expert]], Any]:
         return _expect(job)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def _expect(job: Job) -> tuple[list[list[reference.Expert]], Any]:
     inputs = [job.inputs(rank) for rank in range(job.case.num_ranks)]
     experts = reference.dispatch([idx for _, idx, _ in inputs], job.case.num_experts, set(job.masked))
@@ -88,7 +88,7 @@ def _expect(job: Job) -> tuple[list[list[reference.Expert]], Any]:
     return experts, quantized
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=32)
 def combined(job: Job) -> list[np.ndarray]:
     inputs = [job.inputs(rank) for rank in range(job.case.num_ranks)]
     idxs, weights = [idx for _, idx, _ in inputs], [weights for *_, weights in inputs]

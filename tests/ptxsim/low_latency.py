@@ -45,6 +45,7 @@ class Run:
     rounds: int = 1
     slots: int = 1
     overlap: bool = False  # the dispatches of two slots are open at once
+    dispatches_only: bool = False  # nothing but done words keeps a rank from running ahead
     absent: tuple[int, str] | None = None  # a rank, and the verb at which it is missing
     masks_on_timeout: bool = False
     patch: Patch = ()
@@ -76,7 +77,7 @@ class Rank:
         self.shape = group.shape
         self.combine_shape = replace(self.shape, fp8=False, round_scale=False, ue8m0=False)
         control = layout.ControlLayout(size)
-        region_bytes = size_hint(self.shape) // NUM_REGIONS
+        region_bytes = size_hint(self.combine_shape) // NUM_REGIONS
         self.arena = self.space.allocate(control.num_bytes + NUM_REGIONS * region_bytes)
         self.space.write(rank, self.arena, control.initial())
         self.peers = Array(self, (size,), np.uint64)
@@ -99,11 +100,12 @@ class Rank:
         self.results = {(operation, slot): {name: Array(self, extents, dtype) for name, (extents, dtype) in
                                             self.shape_of(operation).results(operation).items()}
                         for operation in CHANNELS for slot in range(group.run.slots)}
-        x, idx, weights = job.inputs(rank)
-        self.num_tokens = len(x)
-        self.x, self.idx, self.weights, self.y = (Array(self, a.shape, a.dtype, a) for a in (x, idx, weights, job.outputs(rank)))
+        self.num_tokens = len(job.inputs(rank)[0])
+        self.inputs = [{name: Array(self, a.shape, a.dtype, a) for name, a in
+                        zip(("x", "topk_idx", "topk_weights", "y"), (*each.inputs(rank), each.outputs(rank)), strict=True)}
+                       for each in group.jobs]
         self.stats = Array(self, (self.shape.num_local_experts,), np.int32, np.zeros(self.shape.num_local_experts, np.int32))
-        self.dispatches = 0
+        self.total = np.zeros(self.shape.num_local_experts, np.int32)  # of recv_count so far
 
     def shape_of(self, operation: abi.Operation) -> LowLatencyShape:
         return self.shape if operation == DISPATCH else self.combine_shape
@@ -131,16 +133,18 @@ class Rank:
         run, steps = self.group.run, []
         halves = [Phase.SEND, Phase.RECEIVE] if run.job.split else [Phase.SEND | Phase.RECEIVE]
         part = functools.partial
-        for _ in range(run.rounds):
+        for turn in range(run.rounds):
             slots = range(run.slots)
             if run.overlap:  # all send, then all receive
-                steps += [("dispatch", part(self.launch, DISPATCH, slot, half)) for half in halves for slot in slots]
+                steps += [("dispatch", part(self.launch, DISPATCH, slot, half, turn)) for half in halves for slot in slots]
             for slot in slots:
                 if not run.overlap:
-                    steps += [("dispatch", part(self.launch, DISPATCH, slot, half)) for half in halves]
-                steps += [("dispatch", part(self.check_dispatch, slot))]
-                steps += [("combine", part(self.launch, COMBINE, slot, half)) for half in halves]
-                steps += [("combine", part(self.check_combine, slot))]
+                    steps += [("dispatch", part(self.launch, DISPATCH, slot, half, turn)) for half in halves]
+                steps += [("dispatch", part(self.check_dispatch, slot, turn))]
+                if run.dispatches_only:
+                    continue
+                steps += [("combine", part(self.launch, COMBINE, slot, half, turn)) for half in halves]
+                steps += [("combine", part(self.check_combine, slot, turn))]
         if run.absent and run.absent[0] == self.rank:
             names = [name for name, _ in steps]
             steps = steps[: names.index(run.absent[1])]
@@ -154,21 +158,22 @@ class Rank:
             except CupyepError as error:
                 self.error = error
 
-    def launch(self, operation: abi.Operation, slot: int, phases: int) -> None:
-        job = self.group.run.job
+    def launch(self, operation: abi.Operation, slot: int, phases: int, turn: int) -> None:
+        job, given = self.group.run.job, self.inputs[turn]
         tables = {name: self.results[DISPATCH, slot][name] for name in abi.LOW_LATENCY_TABLES.fields}
         if operation == DISPATCH:
-            inputs = {"x": self.x, "topk_idx": self.idx, "topk_weights": self.weights if job.travel else None, "stats": self.stats}
+            inputs = {"x": given["x"], "topk_idx": given["topk_idx"], "topk_weights": given["topk_weights"] if job.travel else None,
+                      "stats": self.stats}
         else:
-            inputs = {"x": self.y, "topk_weights": None if job.travel else self.weights}
+            inputs = {"x": given["y"], "topk_weights": None if job.travel else given["topk_weights"]}
         call = LowLatencyCall(operation, slot, self.shape_of(operation), self.num_tokens, inputs["topk_weights"] is not None,
                               inputs, self.results[operation, slot], tables, None)
         self.launcher.launch(call, int(phases), self.group.run.masks_on_timeout, self.group.run.num_ctas, None)
 
-    def check_dispatch(self, slot: int) -> None:
+    def check_dispatch(self, slot: int, turn: int) -> None:
         """Against the oracle; rows behind the last one keep their poison."""
         self.launcher.check()
-        job, results = self.group.run.job, self.results[DISPATCH, slot]
+        job, results = self.group.jobs[turn], self.results[DISPATCH, slot]
         recv_x = results["recv_x"].get()
         given = (recv_x, results["recv_scales"].get().swapaxes(1, 2)) if job.fp8 else recv_x
         handle = SimpleNamespace(src_info=results["src_info"].get(), layout_range=results["layout_range"].get())
@@ -176,16 +181,17 @@ class Rank:
         low_latency.check_dispatch(SimpleNamespace(recv_x=given, recv_count=counts, handle=handle), job, self.rank)  # type: ignore[arg-type]
         for expert, count in enumerate(counts.tolist()):
             assert (recv_x[expert, count:].view(np.uint8) == POISON).all(), "rows written behind the last one"
-        self.dispatches += 1
-        assert_bits("stats", self.stats.get(), counts * np.int32(self.dispatches))
+        self.total += counts
+        if not self.group.run.overlap:  # else more than this one may have been added
+            assert_bits("stats", self.stats.get(), self.total)
         for name in ("recv_x", "recv_scales", "recv_count", "src_info", "layout_range"):
             results[name].poison()
 
-    def check_combine(self, slot: int) -> None:
+    def check_combine(self, slot: int, turn: int) -> None:
         """Against the oracle; the slot is used again at once."""
         self.launcher.check()
         out = self.results[COMBINE, slot]["out"].get()
-        assert_bits(f"rank {self.rank} combined", out[: self.num_tokens], low_latency.combined(self.group.run.job)[self.rank])
+        assert_bits(f"rank {self.rank} combined", out[: self.num_tokens], low_latency.combined(self.group.jobs[turn])[self.rank])
         assert (out[self.num_tokens :].view(np.uint8) == POISON).all(), "tokens written behind the last one"
         for array in (*self.results[COMBINE, slot].values(), *self.results[DISPATCH, slot].values()):
             array.poison()
@@ -197,10 +203,12 @@ class Group:
     def __init__(self, run: Run, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.run, case, job = run, run.job.case, run.job
         size, dtype = case.num_ranks, job.inputs(0)[0].dtype
+        self.jobs = [replace(job, case=replace(case, seed=case.seed + turn)) for turn in range(run.rounds)]  # fresh data
         options = {"fp8": bool(job.fp8), "round_scale": job.options["round_scale"], "ue8m0": job.options["use_ue8m0"]}
         self.shape = LowLatencyShape(size, job.max_tokens, case.hidden, dtype, case.num_topk, case.num_experts, **options)
         results = sum(offsets(self.shape.results(operation))["num_bytes"] for operation in CHANNELS)
-        memory = layout.ControlLayout(size).num_bytes + size_hint(self.shape) + (1 + run.slots) * results + (1 << 16)
+        results += run.rounds * sum(a.nbytes + 512 for a in (*job.inputs(0), job.outputs(0)))
+        memory = layout.ControlLayout(size).num_bytes + 4 * size_hint(self.shape) + (1 + run.slots) * results + (1 << 16)
         self.space = Space(size, size * memory)
         self.scheduler = Scheduler(self.space, seed, int(TIMEOUT_S * 1e9) // 4, trace)
         self.ranks = [Rank(self, rank) for rank in range(size)]

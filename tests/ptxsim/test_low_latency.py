@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from cases import Case
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="PTX needs CuPy with NVRTC", exc_type=ImportError)
 
 from multirank.low_latency import Job
-from ptxsim import low_latency
+from ptxsim import low_latency, mutants_low_latency
 from ptxsim.low_latency import Run
 
 SEEDS = range(int(os.environ.get("CUPYEP_PTXSIM_SEEDS", "3")))
@@ -69,3 +70,19 @@ def test_a_late_rank_is_masked(split: bool, seed: int) -> None:
         if rank.rank != 1:
             assert rank.error is None
             assert rank.masks.get().tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("mutant", mutants_low_latency.MUTANTS, ids=lambda mutant: mutant.name)
+def test_fault_is_seen(mutant: mutants_low_latency.Mutant) -> None:
+    """Under the seed that the table names; a kernel that was edited, or another NVRTC, may need another one."""
+    if mutants_low_latency.symptom(mutant, mutant.seed):
+        return
+    seed = next((seed for seed in range(60) if mutants_low_latency.symptom(mutant, seed)), None)
+    assert seed is not None, "not seen under any of 60 schedules"
+    warnings.warn(f"{mutant.name}: now seen under seed {seed}, no longer under {mutant.seed}", stacklevel=1)
+
+
+def test_runs_are_sound_without_faults() -> None:
+    for name in mutants_low_latency.RUNS:
+        if name != "absent":
+            assert mutants_low_latency.symptom(mutants_low_latency.Mutant("no fault", name, ()), 3) is None, name
