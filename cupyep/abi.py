@@ -201,9 +201,9 @@ PULL_PARAMS = Struct(
 BARRIER_PARAMS = Struct("BarrierParams", sync=SYNC, post=POST)
 ABORT_PARAMS = Struct("AbortParams", sync=SYNC, word="u64")
 
-# What both low-latency kernels are told (docs/low-latency.md). Offsets are bytes: of `region` from the arena's start, of
-# scales and side rows (a dispatch's meta words, a combine's weights) from there. masks: [num_ranks] u32, ranks left out;
-# fates: [num_ranks] u64 of this channel.
+# What both low-latency kernels are told (docs/low-latency.md). Offsets are bytes: of `region` from the arena's start,
+# of scales and side rows (a dispatch's meta words, a combine's weights) from there. masks: [num_ranks] u32, ranks left
+# out; fates: [num_ranks] u64 of this channel.
 LOW_LATENCY = Struct(
     "LowLatency",
     **dict.fromkeys(("region", "scales_offset", "side_offset"), "u64"),

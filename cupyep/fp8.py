@@ -1,4 +1,4 @@
-"""Rows as 8-bit floats (e4m3) with a scale per 128 values: the exact rule, in NumPy. Its twin is cuda_src/cupyep/fp8.cuh.
+"""Rows as 8-bit floats (e4m3), a scale per 128 values: the exact rule, in NumPy. Its twin: cuda_src/cupyep/fp8.cuh.
 
     amax    the largest magnitude of the 128 values, in float32, NaN left out, at least 1e-4
     scale   amax / 448, rounded once; with round_scale the next power of two that is not smaller
@@ -22,8 +22,9 @@ def quantize(x: np.ndarray, *, round_scale: bool) -> tuple[np.ndarray, np.ndarra
     """(codes uint8 `[rows, hidden]`, scales float32 `[rows, hidden / 128]`) of `x` `[rows, hidden]`."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # inf and NaN are the caller's business
         groups = x.astype(np.float32).reshape(len(x), x.shape[1] // GROUP, GROUP)
-        amax = np.maximum(np.fmax.reduce(np.abs(groups), axis=2), LEAST_AMAX)
-        amax = np.where(np.isnan(amax), LEAST_AMAX, amax)  # nothing but NaN
+        # Not fmax, which loses numbers beside signalling NaNs.
+        magnitudes = np.where(np.isnan(groups), np.float32(0), np.abs(groups))
+        amax = np.maximum(magnitudes.max(axis=2, initial=0), LEAST_AMAX)
         scales, inverse = amax / MAX, MAX / amax
         if round_scale:
             scales = power_of_two(scales)

@@ -66,7 +66,7 @@ class LowLatencyVerbs(Group):
             use_fp8: rows travel and arrive as e4m3, with a scale per 128 values (cupyep/fp8.py has the rule).
             round_scale: scales are powers of two. use_ue8m0: and arrive as exponent bytes, four to an int32.
             async_finish: on the Buffer's own stream; the event orders others behind it.
-            return_recv_hook: only the send half; call the hook before the results are used.
+            return_recv_hook: only the send half; call the hook before the results are used. Not with async_finish.
             topk_weights: `[num_tokens, num_topk]` float32 to travel along; then the combine's send half waits for
                 nobody.
             num_sms: CTAs; None: as many SMs as this rank has to itself.
@@ -113,6 +113,7 @@ class LowLatencyVerbs(Group):
             self._check_own("cumulative_local_expert_recv_stats", backend, stats, (shape.num_local_experts,), np.int32)
         inputs = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "stats": stats}
         num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1)
+        self._check_finish(async_finish, return_recv_hook)
         engine.check_ids()
         with self._watch():
             results, handle, event, hook = engine.dispatch(
@@ -187,6 +188,7 @@ class LowLatencyVerbs(Group):
             self._check_own("out", backend, out, (handle.num_tokens, shape.hidden), x.dtype)
         num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1)
         inputs = {"x": x, "topk_weights": topk_weights, "out": out}
+        self._check_finish(async_finish, return_recv_hook)
         engine.check_ids()
         with self._watch():
             combined_x, event, hook = engine.combine(
@@ -224,7 +226,7 @@ class LowLatencyVerbs(Group):
         return self._ready("query_masks").low_latency.masks()
 
     def set_mask_on_timeout(self, enabled: bool, timeout_s: float | None = None) -> None:
-        """Whether low-latency calls mask a rank that is late, instead of breaking the Buffer. Local, from the next call on.
+        """Whether low-latency calls mask a rank that is late, instead of breaking the Buffer. Local.
 
         Args: timeout_s: deadline of their waits in seconds; None: the Buffer's.
         """
@@ -247,6 +249,11 @@ class LowLatencyVerbs(Group):
     def _combine_shape(self, handle: LowLatencyHandle, dtype: Any) -> LowLatencyShape:
         most = handle.num_max_dispatch_tokens_per_rank
         return LowLatencyShape(self.size, most, handle.hidden, dtype, handle.num_topk, handle.num_experts)
+
+    @staticmethod
+    def _check_finish(async_finish: bool, return_recv_hook: bool) -> None:
+        if async_finish and return_recv_hook:
+            raise ValueError("async_finish: expected False with return_recv_hook=True, got True")
 
     @staticmethod
     def _check_max_tokens(value: Any, num_tokens: int, num_topk: int) -> int:

@@ -25,6 +25,7 @@ from cupyep.backends.low_latency_shape import (
     LowLatencyShape,
     Parts,
     offsets,
+    signature,
 )
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
@@ -54,7 +55,7 @@ class LowLatencyCall:
 
     @property
     def signature(self) -> int:
-        return self.shape.signature(self.with_weights)
+        return signature(self.shape, self.with_weights)
 
 
 class LowLatency(ABC):
@@ -127,7 +128,7 @@ class LowLatency(ABC):
 
     def next_combine_buffer(self, shape: LowLatencyShape) -> Any:
         """`[num_local_experts, num_rows, hidden]`, the same for every second combine of one shape."""
-        parts = {"x": ((shape.num_local_experts, shape.num_rows, shape.hidden), shape.dtype)}
+        parts: Parts = {"x": ((shape.num_local_experts, shape.num_rows, shape.hidden), shape.dtype)}
         return self._carve(("x", self._numbers[COMBINE] % NUM_SLOTS), shape, parts)["x"]
 
     def check_handle(self, handle: LowLatencyHandle) -> None:
@@ -137,7 +138,8 @@ class LowLatency(ABC):
         latest = self._numbers[DISPATCH]
         if handle.number <= latest - NUM_SLOTS:
             raise StateError(
-                f"handle: expected one of the last {NUM_SLOTS} low-latency dispatches, got number {handle.number} of {latest}"
+                f"handle: expected one of the last {NUM_SLOTS} low-latency dispatches, "
+                f"got number {handle.number} of {latest}"
             )
         if any(call.tables is handle.tables for call in self._pending.values()):
             raise StateError("handle: its dispatch is not complete; call the hook first")
@@ -225,12 +227,13 @@ class LowLatency(ABC):
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> Any:
-        """`num_bytes` of local memory as uint8, 128-byte aligned."""
+        """`num_bytes` of local memory as uint8, aligned as the parts in it."""
 
     @abstractmethod
     def address(self, array: Any) -> int:
         """Where an array of this backend begins."""
 
+    @abstractmethod
     def _load(self, operation: Operation, shape: LowLatencyShape) -> None:
         """Collective: what a shape's first use has to load."""
 

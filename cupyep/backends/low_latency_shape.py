@@ -1,4 +1,4 @@
-"""Shapes of the low-latency mode: how many rows there are, and where they lie in a receive region and in the results."""
+"""Shapes of the low-latency mode: how many rows there are, where they lie in a receive region and in the results."""
 
 from __future__ import annotations
 
@@ -52,11 +52,6 @@ class LowLatencyShape:
     def num_scale_words(self) -> int:
         return self.hidden // (fp8.GROUP * (4 if self.ue8m0 else 1)) if self.fp8 else 0
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019: a frozen value, a handful per program
-    def signature(self, with_weights: bool) -> int:
-        """16 bits that peers compare: what all ranks must have alike."""
-        return zlib.crc32(repr((self, with_weights)).encode()) & 0xFFFF
-
     def region(self, operation: Operation) -> Parts:
         """The receive region: rows by (source rank, place), of a combine by (rank, token of ours)."""
         rows = (self.num_ranks, self.max_tokens)
@@ -84,6 +79,12 @@ class LowLatencyShape:
             "positions": ((rows, self.num_topk), np.int32),
             "weights": ((rows, self.num_topk), np.float32),
         }
+
+
+@functools.cache
+def signature(shape: LowLatencyShape, with_weights: bool) -> int:
+    """16 bits that peers compare: what all ranks must have alike."""
+    return zlib.crc32(repr((shape, with_weights)).encode()) & 0xFFFF
 
 
 def offsets(parts: Parts) -> dict[str, int]:

@@ -49,7 +49,7 @@ def test_two_ranks(name, backend):
 
 
 def many(num_ranks: int) -> tuple[Job, ...]:
-    """All jobs for another number of ranks, in random order and with fresh data, so that shapes change between calls."""
+    """All jobs for another number of ranks, in random order and with fresh data: shapes change between calls."""
     rng = random.Random(num_ranks)
     jobs = []
     for job in rng.sample(list(JOBS.values()), len(JOBS)):
@@ -149,7 +149,7 @@ MASKED = Job(case(num_ranks=3, tokens=12), fp8="plain", travel=False, masked=((0
 
 
 def test_masked_ranks_give_nothing(run_ranks, backend):
-    """All mask rank 2, or each other crosswise; the masked rank takes part and gets nothing. Then it is taken in again."""
+    """All mask rank 2, or each other crosswise; who is masked takes part and gets nothing, then is taken in again."""
     crosswise = replace(MASKED, travel=True, split=True, masked=((0, 1), (2, 0)))
     everyone = replace(MASKED, masked=())
     run_ranks(3, low_latency.run_jobs, (everyone, MASKED, everyone, crosswise, everyone), backend)
@@ -239,6 +239,7 @@ def misuse(comm, backend):
             ({"cumulative_local_expert_recv_stats": xp.zeros(3, np.int64)}, r"stats: expected int32 \(3,\), got int64"),
             ({"cumulative_local_expert_recv_stats": [0, 0, 0]}, "stats: expected an array of the"),
             ({"num_sms": 0}, "num_sms: expected at least 1, got 0"),
+            ({"async_finish": True, "return_recv_hook": True}, "async_finish: expected False with return_recv_hook"),
         ]
         usual = {"x": x, "topk_idx": idx, "num_max_dispatch_tokens_per_rank": 4, "num_experts": 6}
         for change, message in dispatches:
@@ -263,9 +264,9 @@ def misuse(comm, backend):
                 call(argument)
         buffer.clean_low_latency_buffer(4, 128, 6)
         low_latency.run_job(buffer, Job(case(tokens=4)), backend)  # nobody is out of step
-    with cupyep.Buffer(comm, backend=backend) as buffer:
-        with pytest.raises(cupyep.StateError, match="low_latency_mode: expected a Buffer that was created with True"):
-            buffer.low_latency_dispatch(x, idx, 4, 6)
+    created = "low_latency_mode: expected a Buffer that was created with True"
+    with cupyep.Buffer(comm, backend=backend) as buffer, pytest.raises(cupyep.StateError, match=created):
+        buffer.low_latency_dispatch(x, idx, 4, 6)
 
 
 def test_misuse(run_ranks, backend):

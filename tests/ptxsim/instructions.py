@@ -242,10 +242,11 @@ def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
         return lambda cta, mask: put(cta, mask, bits(upper(cta)) << np.uint32(16) | bits(lower(cta)))
     if to == "e4m3x2":
         upper, lower = (use.get(x, "f32") for x in operands[1:3])
-        return lambda cta, mask: put(cta, mask, (e4m3_bits(upper(cta)) << np.uint32(8) | e4m3_bits(lower(cta))).astype(np.uint16))
+        return lambda cta, mask: put(cta, mask, (e4m3_bits(upper(cta)) << np.uint32(8) | e4m3_bits(lower(cta))).astype(
+            np.uint16))
     get, dtype = use.get(operands[1], of), DTYPES[to]
     if op[1] == "rni" and dtype == np.int32:
-        return lambda cta, mask: put(cta, mask, np.rint(np.nan_to_num(get(cta))).clip(-(2.0**31), 2.0**31 - 1).astype(dtype))
+        return lambda cta, mask: put(cta, mask, np.rint(np.nan_to_num(get(cta))).astype(dtype))
     if DTYPES[of].kind == "f" and dtype.kind != "f":
         raise NotImplementedError(".".join(op))
     return lambda cta, mask: put(cta, mask, np.asarray(get(cta)).astype(dtype))

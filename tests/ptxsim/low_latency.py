@@ -1,7 +1,7 @@
 """Ranks of a low-latency job in one simulated address space: dispatch and combine as the CUDA backend launches them.
 
-The backend's own LowLatencyLauncher fills the parameters and reads the host records; memory and the launch are replaced.
-A job is one of tests/multirank/low_latency.py, whose checks are used as well.
+The backend's own LowLatencyLauncher fills the parameters and reads the host records; memory and the launch are
+replaced. A job is one of tests/multirank/low_latency.py, whose checks are used as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from cupyep.abi import Phase
 from cupyep.backends.cuda import plan
 from cupyep.backends.cuda.low_latency import LowLatencyLauncher
 from cupyep.backends.low_latency import LowLatencyCall
-from cupyep.backends.low_latency_shape import CHANNELS, COMBINE, DISPATCH, NUM_REGIONS, LowLatencyShape, offsets, size_hint
+from cupyep.backends.low_latency_shape import (
+    CHANNELS,
+    COMBINE,
+    DISPATCH,
+    NUM_REGIONS,
+    LowLatencyShape,
+    offsets,
+    size_hint,
+)
 from cupyep.errors import CupyepError, PeerTimeoutError
 from ptxsim.harness import ARCH, TIMEOUT_S, Pinned
 from ptxsim.memory import POISON, Space
@@ -87,24 +95,40 @@ class Rank:
             flags = np.zeros(size, np.int32)
             flags[masked] = 1
             self.space.write(rank, self.masks.data.ptr, flags)
-        fates = Array(self, (NUM_REGIONS, size), np.uint64, np.full((NUM_REGIONS, size), layout.INITIAL_EPOCH << 32, np.uint64))
+        fates = Array(
+            self, (NUM_REGIONS, size), np.uint64, np.full((NUM_REGIONS, size), layout.INITIAL_EPOCH << 32, np.uint64)
+        )
         self.pinned = Pinned(layout.HostLayout(size).num_bytes)
         self.pinned.ptr = self.space.allocate(len(self.pinned))
         kernels = SimpleNamespace(low_latency=self.kernel)
         arena = SimpleNamespace(peers=self.peers, address=self.arena)
         with mock.patch.object(cupy.cuda, "alloc_pinned_memory", lambda num_bytes: self.pinned):
-            self.launcher = LowLatencyLauncher(arena, kernels, SimpleNamespace(rank=rank, size=size), region_bytes,
-                                               self.masks, fates)
+            self.launcher = LowLatencyLauncher(
+                arena, kernels, SimpleNamespace(rank=rank, size=size), region_bytes, self.masks, fates
+            )
         self.launcher.timeout_s = TIMEOUT_S
         self.error: CupyepError | None = None
-        self.results = {(operation, slot): {name: Array(self, extents, dtype) for name, (extents, dtype) in
-                                            self.shape_of(operation).results(operation).items()}
-                        for operation in CHANNELS for slot in range(group.run.slots)}
+        self.results = {
+            (operation, slot): {
+                name: Array(self, extents, dtype)
+                for name, (extents, dtype) in self.shape_of(operation).results(operation).items()
+            }
+            for operation in CHANNELS
+            for slot in range(group.run.slots)
+        }
         self.num_tokens = len(job.inputs(rank)[0])
-        self.inputs = [{name: Array(self, a.shape, a.dtype, a) for name, a in
-                        zip(("x", "topk_idx", "topk_weights", "y"), (*each.inputs(rank), each.outputs(rank)), strict=True)}
-                       for each in group.jobs]
-        self.stats = Array(self, (self.shape.num_local_experts,), np.int32, np.zeros(self.shape.num_local_experts, np.int32))
+        self.inputs = [
+            {
+                name: Array(self, a.shape, a.dtype, a)
+                for name, a in zip(
+                    ("x", "topk_idx", "topk_weights", "y"), (*each.inputs(rank), each.outputs(rank)), strict=True
+                )
+            }
+            for each in group.jobs
+        ]
+        self.stats = Array(
+            self, (self.shape.num_local_experts,), np.int32, np.zeros(self.shape.num_local_experts, np.int32)
+        )
         self.total = np.zeros(self.shape.num_local_experts, np.int32)  # of recv_count so far
 
     def shape_of(self, operation: abi.Operation) -> LowLatencyShape:
@@ -119,8 +143,15 @@ class Rank:
             code = program(operation.verb, operation.verb, ARCH[run.mover], shape.num_ranks, constants, run.patch)
             struct = ctypes.c_uint64.from_address(call.arguments).value
             self.space.write(self.rank, self.pinned.ptr, np.frombuffer(self.pinned, np.uint8))
-            self.group.scheduler.launch(self.rank, code, num_ctas, NUM_THREADS, chosen.smem_bytes,
-                                        ctypes.string_at(struct, code.param_bytes), self.fetch_pinned)
+            self.group.scheduler.launch(
+                self.rank,
+                code,
+                num_ctas,
+                NUM_THREADS,
+                chosen.smem_bytes,
+                ctypes.string_at(struct, code.param_bytes),
+                self.fetch_pinned,
+            )
 
         return SimpleNamespace(launch=launch)
 
@@ -136,7 +167,9 @@ class Rank:
         for turn in range(run.rounds):
             slots = range(run.slots)
             if run.overlap:  # all send, then all receive
-                steps += [("dispatch", part(self.launch, DISPATCH, slot, half, turn)) for half in halves for slot in slots]
+                steps += [
+                    ("dispatch", part(self.launch, DISPATCH, slot, half, turn)) for half in halves for slot in slots
+                ]
             for slot in slots:
                 if not run.overlap:
                     steps += [("dispatch", part(self.launch, DISPATCH, slot, half, turn)) for half in halves]
@@ -162,12 +195,25 @@ class Rank:
         job, given = self.group.run.job, self.inputs[turn]
         tables = {name: self.results[DISPATCH, slot][name] for name in abi.LOW_LATENCY_TABLES.fields}
         if operation == DISPATCH:
-            inputs = {"x": given["x"], "topk_idx": given["topk_idx"], "topk_weights": given["topk_weights"] if job.travel else None,
-                      "stats": self.stats}
+            inputs = {
+                "x": given["x"],
+                "topk_idx": given["topk_idx"],
+                "topk_weights": given["topk_weights"] if job.travel else None,
+                "stats": self.stats,
+            }
         else:
             inputs = {"x": given["y"], "topk_weights": None if job.travel else given["topk_weights"]}
-        call = LowLatencyCall(operation, slot, self.shape_of(operation), self.num_tokens, inputs["topk_weights"] is not None,
-                              inputs, self.results[operation, slot], tables, None)
+        call = LowLatencyCall(
+            operation,
+            slot,
+            self.shape_of(operation),
+            self.num_tokens,
+            inputs["topk_weights"] is not None,
+            inputs,
+            self.results[operation, slot],
+            tables,
+            None,
+        )
         self.launcher.launch(call, int(phases), self.group.run.masks_on_timeout, self.group.run.num_ctas, None)
 
     def check_dispatch(self, slot: int, turn: int) -> None:
@@ -191,7 +237,9 @@ class Rank:
         """Against the oracle; the slot is used again at once."""
         self.launcher.check()
         out = self.results[COMBINE, slot]["out"].get()
-        assert_bits(f"rank {self.rank} combined", out[: self.num_tokens], low_latency.combined(self.group.jobs[turn])[self.rank])
+        assert_bits(
+            f"rank {self.rank} combined", out[: self.num_tokens], low_latency.combined(self.group.jobs[turn])[self.rank]
+        )
         assert (out[self.num_tokens :].view(np.uint8) == POISON).all(), "tokens written behind the last one"
         for array in (*self.results[COMBINE, slot].values(), *self.results[DISPATCH, slot].values()):
             array.poison()
@@ -203,12 +251,18 @@ class Group:
     def __init__(self, run: Run, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.run, case, job = run, run.job.case, run.job
         size, dtype = case.num_ranks, job.inputs(0)[0].dtype
-        self.jobs = [replace(job, case=replace(case, seed=case.seed + turn)) for turn in range(run.rounds)]  # fresh data
+        self.jobs = [
+            replace(job, case=replace(case, seed=case.seed + turn)) for turn in range(run.rounds)
+        ]  # fresh data
         options = {"fp8": bool(job.fp8), "round_scale": job.options["round_scale"], "ue8m0": job.options["use_ue8m0"]}
-        self.shape = LowLatencyShape(size, job.max_tokens, case.hidden, dtype, case.num_topk, case.num_experts, **options)
+        self.shape = LowLatencyShape(
+            size, job.max_tokens, case.hidden, dtype, case.num_topk, case.num_experts, **options
+        )
         results = sum(offsets(self.shape.results(operation))["num_bytes"] for operation in CHANNELS)
         results += run.rounds * sum(a.nbytes + 512 for a in (*job.inputs(0), job.outputs(0)))
-        memory = layout.ControlLayout(size).num_bytes + 4 * size_hint(self.shape) + (1 + run.slots) * results + (1 << 16)
+        memory = (
+            layout.ControlLayout(size).num_bytes + 4 * size_hint(self.shape) + (1 + run.slots) * results + (1 << 16)
+        )
         self.space = Space(size, size * memory)
         self.scheduler = Scheduler(self.space, seed, int(TIMEOUT_S * 1e9) // 4, trace)
         self.ranks = [Rank(self, rank) for rank in range(size)]

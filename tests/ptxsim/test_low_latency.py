@@ -12,14 +12,18 @@ from cases import Case
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="PTX needs CuPy with NVRTC", exc_type=ImportError)
 
 from multirank.low_latency import Job
+
 from ptxsim import low_latency, mutants_low_latency
 from ptxsim.low_latency import Run
 
 SEEDS = range(int(os.environ.get("CUPYEP_PTXSIM_SEEDS", "3")))
 
 
-def job(fp8: str = "", travel: bool = True, split: bool = False, masked: tuple = (), extra: int = 0, **fields: object) -> Job:
-    case = Case(**{"hidden": 128, "dtype": "bfloat16", "num_topk": 2, "tokens": (5, 3), "num_local_experts": 2, **fields})  # type: ignore[arg-type]
+def job(
+    fp8: str = "", travel: bool = True, split: bool = False, masked: tuple = (), extra: int = 0, **fields: object
+) -> Job:
+    usual = {"hidden": 128, "dtype": "bfloat16", "num_topk": 2, "tokens": (5, 3), "num_local_experts": 2}
+    case = Case(**{**usual, **fields})  # type: ignore[arg-type]
     return Job(case, fp8=fp8, travel=travel, split=split, masked=masked, extra=extra)
 
 

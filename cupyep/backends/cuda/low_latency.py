@@ -161,6 +161,7 @@ class CudaLowLatency(LowLatency):
         self._fates = cupy.asarray(fates)
         self._arenas: list[Arena] = []  # the last one is in use; captured graphs may still use the others
         self._launcher: LowLatencyLauncher | None = None
+        self._behind: dict[layout.Channel, Any] = {}  # events of calls that ran on the Buffer's own stream
         super().__init__(comm, config)
 
     def _resize(self, region_bytes: int) -> None:
@@ -199,14 +200,18 @@ class CudaLowLatency(LowLatency):
             self._meet(current.ptr)
             if async_finish:
                 self._comm_stream.follow(current)
+            elif (event := self._behind.pop(call.channel, None)) is not None:
+                current.wait_event(event)
             num_ctas = call.num_sms or self._num_sms
             self._launcher.launch(call, phases, self.masks_on_timeout, num_ctas, stream)
             self._meet(None)
-            event = self._comm_stream.record() if async_finish else None
+            event = None
+            if async_finish:
+                event = self._behind[call.channel] = self._comm_stream.record()
             return _Event(stream, event, self)
 
     def _meet(self, value: Any) -> None:
-        """Where ranks are threads they meet before and after each launch, see Session._launching; not if one may be late."""
+        """Where ranks are threads they meet before and after each launch, unless one may be late. See Session."""
         if not self._in_threads or self.masks_on_timeout or self._capturing():
             return
         try:

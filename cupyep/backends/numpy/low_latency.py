@@ -2,88 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cupyep import fp8
 from cupyep.abi import AbortKind, Operation, Phase
 from cupyep.backends.base import CompletedEvent
 from cupyep.backends.low_latency import LowLatency, LowLatencyCall
-from cupyep.backends.low_latency_shape import DISPATCH, EXPERT_BITS, NUM_REGIONS, offsets
-from cupyep.backends.numpy.memory import Arena, create_arena
-from cupyep.backends.numpy.sync import Channel, fence
+from cupyep.backends.low_latency_shape import DISPATCH, EXPERT_BITS, NUM_REGIONS, LowLatencyShape, offsets
+from cupyep.backends.numpy.low_latency_channel import ROWS, WEIGHTS, LowLatencyChannel
+from cupyep.backends.numpy.memory import create_arena
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.layout import ALIGNMENT, ControlLayout
 from cupyep.layout import Channel as ChannelId
 
 _NONE = 0xFFFFFFFF  # no expert of this rank, in a meta word
-_ROWS, _WEIGHTS = 0, 1  # kinds of arrival words
-
-
-class _Channel(Channel):
-    """A channel without posts: arrival words carry data and epoch at once; late peers may be masked."""
-
-    def __init__(
-        self, arena: Arena, control: ControlLayout, comm: Communicator, channel: ChannelId, owner: NumpyLowLatency
-    ) -> None:
-        super().__init__(arena, control, comm, channel, owner.timeout_s)
-        region = control.region(channel, "arrivals")
-        self._arrivals = [control.view(memory, region) for memory in arena.memories]  # [owner][kind, sender]
-        self._owner = owner
-
-    def start(self, operation: Operation, phases: int) -> None:
-        """Begins an operation, or goes on with one whose send half is through."""
-        self._timeout_s = self._owner.timeout_s
-        if phases & Phase.SEND:
-            self.begin(operation)
-
-    def await_consumed(self) -> list[int]:
-        """The peers that rows may be sent to: not masked, and through with what we sent last (H7)."""
-        before = (self.epoch - 1) & 0xFFFFFFFF
-        done = self._done[self._comm.rank]
-        reached = lambda seen: (seen - before) & 0xFFFFFFFF < 0x80000000  # noqa: E731
-        open_to = [p for p in self._unmasked() if self._wait(done, p, p, reached)]
-        fence()
-        return open_to
-
-    def publish(self, kind: int, signature: int, counts: Any) -> None:
-        """Tells each peer how many rows, or weights, of ours it has now; 0 if it is masked."""
-        fence()  # H8: rows first
-        for peer in range(self._comm.size):
-            count = 0 if self._owner.masked[peer] else int(counts[peer])
-            self._arrivals[peer][kind, self._comm.rank] = self.epoch << 32 | signature << 16 | count
-
-    def await_arrivals(self, kind: int, signature: int) -> np.ndarray:
-        """Every rank's count, 0 of masked ones."""
-        counts = np.zeros(self._comm.size, np.int64)
-        words = self._arrivals[self._comm.rank][kind]
-        for peer in self._unmasked():
-            if self._wait(words, peer, peer, lambda seen: ((seen >> 32) - self.epoch) & 0xFFFFFFFF < 0x80000000):
-                word = int(words[peer])
-                if word >> 16 & 0xFFFF != signature:
-                    self.abort(AbortKind.MISMATCH, peer)
-                    self.check_abort()
-                counts[peer] = word & 0xFFFF
-        fence()  # H5
-        return counts
-
-    def leave(self) -> None:
-        """Tells every rank that we have read its rows, and ends the operation."""
-        fence()
-        for peer in range(self._comm.size):
-            self._done[peer][self._comm.rank] = self.epoch
-        self.end()
-
-    def _unmasked(self) -> list[int]:
-        return np.flatnonzero(self._owner.masked == 0).tolist()
-
-    def _late(self, peer: int, waited_s: float) -> None:
-        if self._owner.masks_on_timeout:
-            self._owner.masked[peer] = 1
-        else:
-            super()._late(peer, waited_s)
 
 
 class _Event(CompletedEvent):
@@ -102,7 +35,7 @@ class NumpyLowLatency(LowLatency):
         self.masked = np.zeros(comm.size, np.int32)
         self._control = ControlLayout(comm.size)
         self._bad_id: str | None = None
-        self._channels: dict[ChannelId, _Channel] = {}
+        self._channels: dict[ChannelId, LowLatencyChannel] = {}
         super().__init__(comm, config)
 
     def _resize(self, region_bytes: int) -> None:
@@ -111,11 +44,14 @@ class NumpyLowLatency(LowLatency):
         self._arena = create_arena(self._comm, initial, NUM_REGIONS * region_bytes, self._config.timeout_s)
         self._start_bytes, self._stride = initial.nbytes, region_bytes
         self._channels = {
-            channel: _Channel(self._arena, self._control, self._comm, channel, self)
+            channel: LowLatencyChannel(self._arena, self._control, self._comm, channel, self)
             for channel in ChannelId
             if channel not in (ChannelId.NORMAL, ChannelId.BARRIER)
         }
         self._arena.block(NUM_REGIONS * region_bytes)  # a full file system shows now
+
+    def _load(self, operation: Operation, shape: LowLatencyShape) -> None:
+        pass  # nothing to compile
 
     def _allocate(self, num_bytes: int) -> np.ndarray:
         raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
@@ -154,7 +90,7 @@ class NumpyLowLatency(LowLatency):
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
-    def _send_rows(self, call: LowLatencyCall, channel: _Channel) -> None:
+    def _send_rows(self, call: LowLatencyCall, channel: LowLatencyChannel) -> None:
         shape, rank, local = call.shape, self._comm.rank, call.shape.num_local_experts
         open_to = channel.await_consumed()
         experts, owners = self._route(call)
@@ -179,7 +115,7 @@ class NumpyLowLatency(LowLatency):
             counts = channel.counts[peer][0, rank]
             counts[shape.num_ranks :][:local] = lists[:, peer * local : (peer + 1) * local].sum(0)
         call.tables["token_ranks"][: call.num_tokens] = _bits(ranks)
-        channel.publish(_ROWS, call.signature, ranks.sum(0))
+        channel.publish(ROWS, call.signature, ranks.sum(0))
 
     def _route(self, call: LowLatencyCall) -> tuple[np.ndarray, np.ndarray]:
         """(expert or -1, its rank or -1) of every listing; ids out of range count as -1."""
@@ -198,9 +134,9 @@ class NumpyLowLatency(LowLatency):
         codes, scales = fp8.quantize(x, round_scale=shape.round_scale)
         return codes, (fp8.pack_ue8m0(scales) if shape.ue8m0 else scales).view(np.uint32)
 
-    def _receive_rows(self, call: LowLatencyCall, channel: _Channel) -> None:
+    def _receive_rows(self, call: LowLatencyCall, channel: LowLatencyChannel) -> None:
         shape, local, results, tables = call.shape, call.shape.num_local_experts, call.results, call.tables
-        num_rows = channel.await_arrivals(_ROWS, call.signature)
+        num_rows = channel.await_arrivals(ROWS, call.signature)
         region = self._region(call, self._comm.rank)
         counts = channel.counts[self._comm.rank][0][:, shape.num_ranks :][:, :local].astype(np.int64)
         counts[num_rows == 0] = 0
@@ -230,14 +166,14 @@ class NumpyLowLatency(LowLatency):
 
     # --- combine ------------------------------------------------------------------------------------------------------
 
-    def _send_sums(self, call: LowLatencyCall, channel: _Channel) -> None:
+    def _send_sums(self, call: LowLatencyCall, channel: LowLatencyChannel) -> None:
         shape, rank, tables = call.shape, self._comm.rank, call.tables
         open_to, ours = channel.await_consumed(), self._region(call, self._comm.rank)
         if call.with_weights:
             for peer in open_to:
                 self._region(call, peer)["side"][rank, : call.num_tokens] = call.inputs["topk_weights"]
-            channel.publish(_WEIGHTS, call.signature, np.ones(shape.num_ranks))
-            channel.await_arrivals(_WEIGHTS, call.signature)
+            channel.publish(WEIGHTS, call.signature, np.ones(shape.num_ranks))
+            channel.await_arrivals(WEIGHTS, call.signature)
         x = call.inputs["x"].reshape(-1, shape.hidden)
         num_rows = tables["num_rows"]
         for home in open_to:
@@ -251,11 +187,11 @@ class NumpyLowLatency(LowLatency):
                     sums[here] += weights[here, column, None] * x[positions[here, column]].astype(np.float32)
                 rows = sums.astype(shape.dtype)
             self._region(call, home)["rows"][rank, tokens] = rows.view(np.uint8).reshape(len(tokens), shape.wire_bytes)
-        channel.publish(_ROWS, call.signature, num_rows)
+        channel.publish(ROWS, call.signature, num_rows)
 
-    def _receive_sums(self, call: LowLatencyCall, channel: _Channel) -> None:
+    def _receive_sums(self, call: LowLatencyCall, channel: LowLatencyChannel) -> None:
         shape = call.shape
-        came = channel.await_arrivals(_ROWS, call.signature)
+        came = channel.await_arrivals(ROWS, call.signature)
         rows = self._region(call, self._comm.rank)["rows"].view(shape.dtype)
         words = call.tables["token_ranks"][: call.num_tokens]
         sums = np.zeros((call.num_tokens, shape.hidden), np.float32)
