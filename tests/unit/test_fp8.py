@@ -1,4 +1,4 @@
-"""The cast to e4m3 in NumPy against its definition; the kernels' cast is compared in tests/ptxsim and tests/multirank."""
+"""The cast to e4m3 in NumPy against its definition; the kernels' cast is met in tests/ptxsim and tests/multirank."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ class LowLatencyLauncher:
         self._host = np.frombuffer(self._pinned, np.uint8, self._host_layout.num_bytes)
         self._host[:] = 0
         self._calls: dict[Any, Call] = {}
+        self.operation = DISPATCH  # the last one launched, or about to be
         self._num_experts = 0  # of the last dispatch
         self.timeout_s: float | None = None  # of the waits of the next launch
 
@@ -97,7 +98,7 @@ class LowLatencyLauncher:
         """Makes every rank leave."""
         sync = {"peers": self._arena.peers.data.ptr, "host": self._pinned.ptr, "rank": self._rank}
         call = Call(abi.ABORT_PARAMS, {**sync, "channel": layout.Channel.LOW_LATENCY_DISPATCH_0})
-        call.set(word=abi.pack_abort(kind, DISPATCH, self._rank, peer, 0))
+        call.set(word=abi.pack_abort(kind, self.operation, self._rank, peer, 0))
         self._kernels.abort_peers.launch(1, call, stream)
 
     def check(self) -> None:
@@ -192,7 +193,7 @@ class CudaLowLatency(LowLatency):
             current = cupy.cuda.get_current_stream()
             stream = self._comm_stream.stream if async_finish else current
             self._launcher.check()
-            self._launcher.timeout_s = self.timeout_s
+            self._launcher.timeout_s, self._launcher.operation = self.timeout_s, call.operation
             call.inputs = {name: _plain(array) for name, array in call.inputs.items()}
             if env.poison() and call.operation == DISPATCH and phases & Phase.RECEIVE:
                 for name in ("recv_x", "recv_scales", "recv_count", "src_info", "layout_range"):
@@ -219,6 +220,8 @@ class CudaLowLatency(LowLatency):
         except PeerError as error:
             kind = AbortKind.TIMEOUT if isinstance(error, PeerTimeoutError) else AbortKind.RAISED
             self._tell(kind, error.peer)
+            if self._launcher:
+                self._launcher.check_abort()  # one record is the verdict of all ranks
             raise
         if value is not None:
             check_rank_streams(values)
