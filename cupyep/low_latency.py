@@ -112,7 +112,7 @@ class LowLatencyVerbs(Group):
         if stats is not None:
             self._check_own("cumulative_local_expert_recv_stats", backend, stats, (shape.num_local_experts,), np.int32)
         inputs = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "stats": stats}
-        num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1)
+        num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1, engine.max_num_sms)
         self._check_finish(async_finish, return_recv_hook)
         engine.check_ids()
         with self._watch():
@@ -186,7 +186,7 @@ class LowLatencyVerbs(Group):
             checks.topk_weights(topk_weights, ids)
         if out is not None:
             self._check_own("out", backend, out, (handle.num_tokens, shape.hidden), x.dtype)
-        num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1)
+        num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1, engine.max_num_sms)
         inputs = {"x": x, "topk_weights": topk_weights, "out": out}
         self._check_finish(async_finish, return_recv_hook)
         engine.check_ids()

@@ -61,6 +61,8 @@ class LowLatencyCall:
 class LowLatency(ABC):
     """One rank's end of the low-latency mode."""
 
+    max_num_sms: int | None = None  # CTAs of one launch, where there are such
+
     def __init__(self, comm: Communicator, config: BufferConfig) -> None:
         if not config.low_latency_mode:
             raise StateError("low_latency_mode: expected a Buffer that was created with True")

@@ -155,7 +155,7 @@ class CudaLowLatency(LowLatency):
         failed: Callable[[PeerError], None],
     ) -> None:
         self._device, self._kernels, self._comm_stream, self._failed = device, kernels, comm_stream, failed
-        self._num_sms, self._in_threads = num_sms, comm.in_process and comm.size > 1
+        self.max_num_sms, self._in_threads = num_sms, comm.in_process and comm.size > 1
         self._abort_stream = cupy.cuda.Stream(non_blocking=True)
         self._masks = cupy.zeros(comm.size, np.int32)
         fates = np.full((NUM_REGIONS, comm.size), layout.INITIAL_EPOCH << 32, np.uint64)
@@ -189,7 +189,8 @@ class CudaLowLatency(LowLatency):
 
     def _run(self, call: LowLatencyCall, phases: int, async_finish: bool) -> _Event:
         with cupy.cuda.Device(self._device):
-            assert self._launcher is not None
+            num_sms = self.max_num_sms
+            assert self._launcher is not None and num_sms is not None
             current = cupy.cuda.get_current_stream()
             stream = self._comm_stream.stream if async_finish else current
             self._launcher.check()
@@ -203,7 +204,7 @@ class CudaLowLatency(LowLatency):
                 self._comm_stream.follow(current)
             elif (event := self._behind.pop(call.channel, None)) is not None:
                 current.wait_event(event)
-            num_ctas = call.num_sms or self._num_sms
+            num_ctas = call.num_sms or num_sms
             self._launcher.launch(call, phases, self.masks_on_timeout, num_ctas, stream)
             self._meet(None)
             event = None
