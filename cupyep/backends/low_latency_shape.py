@@ -18,6 +18,7 @@ NUM_SLOTS = 2  # calls of one verb whose results are valid, and channels of that
 CHANNELS = {DISPATCH: Channel.LOW_LATENCY_DISPATCH_0, COMBINE: Channel.LOW_LATENCY_COMBINE_0}  # of slot 0
 NUM_REGIONS = 4  # one for each channel, of equal size
 EXPERT_BITS = 10  # of a meta word; the place stands above them
+GIVEN = ("recv_x", "recv_scales", "recv_count", "src_info", "layout_range")  # what a dispatch gives to the user
 Parts = dict[str, tuple[tuple[int, ...], Any]]  # name -> (shape, dtype)
 
 

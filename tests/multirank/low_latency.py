@@ -13,6 +13,7 @@ from cases import Case, values
 from multirank.checks import TIMEOUT_S, _expecting, asnumpy, assert_bits, namespace, place
 
 import cupyep
+from cupyep import env
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,11 @@ def check_dispatch(result: cupyep.LowLatencyDispatchResult, job: Job, rank: int)
                 wanted = wanted.astype(np.uint32).view(np.int32)
             assert_bits("scales", np.ascontiguousarray(scales[expert, :count]), wanted)
         assert_bits(f"rows of expert {expert}", data[expert, :count], rows)
+    if env.poison():
+        for expert, received in enumerate(mine):
+            behind = np.ascontiguousarray(data[expert, len(received.sources) :])
+            assert (behind.view(np.uint8) == 0xFF).all(), "a row was written behind the last one"
+            assert (src_info[expert, len(received.sources) :] == -1).all()
 
 
 def check_combine(result: cupyep.LowLatencyCombineResult, job: Job, rank: int) -> None:

@@ -87,6 +87,13 @@ def test_epochs_wrap(monkeypatch, backend):
     launch.threads(2, low_latency.run_jobs, (JOBS["fp8"], JOBS["bf16"]) * 12, backend)
 
 
+def test_nothing_is_written_behind_the_last_row(monkeypatch, backend):
+    """Results are filled with 0xFF before each dispatch; what the oracle does not expect must stay so."""
+    monkeypatch.setenv("CUPYEP_POISON", "1")
+    jobs = (JOBS["fp8"], JOBS["room"], JOBS["ue8m0"], JOBS["one rank"], JOBS["odd rows"])
+    launch.threads(2, low_latency.run_jobs, jobs * 2, backend)
+
+
 # --- what may be in flight together -----------------------------------------------------------------------------------
 
 

@@ -1,10 +1,12 @@
-"""The low-latency handshake as a state machine: every interleaving of two or three ranks, and what breaks without a rule.
+"""The low-latency handshake as a state machine: every interleaving of two or three ranks; what breaks without a rule.
 
-A rank's program is a list of halves, ("send" or "receive", channel). A step is one wait, one write to a peer, one read of
-our own memory. As in handshake_model.py, memory is sequentially consistent: fences are another matter.
+A rank's program is a list of halves, ("send" or "receive", channel). A step is one wait, one write to a peer, one read
+of our own memory. As in handshake_model.py, memory is sequentially consistent: fences are another matter.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 
@@ -33,7 +35,7 @@ def explore(programs: list[list[Step]], without: str = "") -> str | None:
     State: how far each rank is, and per (owner, sender, channel): the epoch of the rows, of the word, of the done word.
     """
     num_ranks = len(programs)
-    cells = [(owner, sender, channel) for owner in range(num_ranks) for sender in range(num_ranks) for channel in (0, 1)]
+    cells = list(itertools.product(range(num_ranks), range(num_ranks), (0, 1)))
     place = {cell: index for index, cell in enumerate(cells)}
     start = ((0,) * num_ranks, (0,) * len(cells), (0,) * len(cells), (0,) * len(cells))
     seen, todo = {start}, [start]
@@ -82,11 +84,16 @@ def programs(num_ranks: int, *halves: list[tuple[str, int]]) -> list[list[Step]]
 
 @pytest.mark.parametrize(
     "halves",
-    [(ONE_AFTER_ANOTHER * 3,), (TWO_OPEN * 3,), (LATE_FIRST * 2, TWO_OPEN * 2), (ONE_AFTER_ANOTHER * 2, LATE_FIRST * 2)],
+    [
+        (ONE_AFTER_ANOTHER * 3,),
+        (TWO_OPEN * 3,),
+        (LATE_FIRST * 2, TWO_OPEN * 2),
+        (ONE_AFTER_ANOTHER * 2, LATE_FIRST * 2),
+    ],
     ids=["one after another", "two open", "hooks in another order", "mixed"],
 )
 def test_two_ranks(halves):
-    """Also where the ranks call their hooks in different orders, or one of them opens two calls and the other does not."""
+    """Also where ranks call their hooks in different orders, or one has two calls open and the other has not."""
     assert explore(programs(2, *halves)) is None
 
 

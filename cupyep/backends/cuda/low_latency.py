@@ -15,7 +15,7 @@ from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.kernels import Call, Kernels
 from cupyep.backends.cuda.streams import CommStream, check_rank_streams
 from cupyep.backends.low_latency import LowLatency, LowLatencyCall
-from cupyep.backends.low_latency_shape import CHANNELS, DISPATCH, NUM_REGIONS, LowLatencyShape, offsets
+from cupyep.backends.low_latency_shape import CHANNELS, DISPATCH, GIVEN, NUM_REGIONS, LowLatencyShape, offsets
 from cupyep.backends.verdict import abort_error
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
@@ -89,8 +89,7 @@ class LowLatencyLauncher:
         )
         if call.operation == DISPATCH:
             results = {name: array.data.ptr for name, array in call.results.items()}
-            names = ("recv_x", "recv_scales", "recv_count", "src_info", "layout_range")
-            params.set(**{name: results[name] for name in names})
+            params.set(**{name: results[name] for name in GIVEN})
             params.within("tables", **{name: results[name] for name in abi.LOW_LATENCY_TABLES.fields})
         return params
 
@@ -197,7 +196,7 @@ class CudaLowLatency(LowLatency):
             self._launcher.timeout_s, self._launcher.operation = self.timeout_s, call.operation
             call.inputs = {name: _plain(array) for name, array in call.inputs.items()}
             if env.poison() and call.operation == DISPATCH and phases & Phase.RECEIVE:
-                for name in ("recv_x", "recv_scales", "recv_count", "src_info", "layout_range"):
+                for name in GIVEN:
                     runtime.memsetAsync(call.results[name].data.ptr, 0xFF, call.results[name].nbytes, current.ptr)
             self._meet(current.ptr)
             if async_finish:
