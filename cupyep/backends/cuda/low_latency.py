@@ -19,7 +19,7 @@ from cupyep.backends.low_latency_shape import CHANNELS, DISPATCH, GIVEN, NUM_REG
 from cupyep.backends.verdict import abort_error
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
-from cupyep.errors import PeerError, PeerTimeoutError
+from cupyep.errors import PeerError, PeerTimeoutError, StateError
 
 RECORDS = {operation: index for index, operation in enumerate(CHANNELS)}  # of the pinned host memory
 PARAMS = {DISPATCH: abi.LOW_LATENCY_DISPATCH_PARAMS}
@@ -159,9 +159,10 @@ class CudaLowLatency(LowLatency):
         self._masks = cupy.zeros(comm.size, np.int32)
         fates = np.full((NUM_REGIONS, comm.size), layout.INITIAL_EPOCH << 32, np.uint64)
         self._fates = cupy.asarray(fates)
+        cupy.cuda.get_current_stream().synchronize()  # kernels may run on any stream
         self._arenas: list[Arena] = []  # the last one is in use; captured graphs may still use the others
         self._launcher: LowLatencyLauncher | None = None
-        self._behind: dict[layout.Channel, Any] = {}  # events of calls that ran on the Buffer's own stream
+        self._behind: dict[layout.Channel, Any] = {}  # (event, call) on the Buffer's own stream
         super().__init__(comm, config)
 
     def _resize(self, region_bytes: int) -> None:
@@ -194,22 +195,34 @@ class CudaLowLatency(LowLatency):
             stream = self._comm_stream.stream if async_finish else current
             self._launcher.check()
             self._launcher.timeout_s, self._launcher.operation = self.timeout_s, call.operation
-            call.inputs = {name: _plain(array) for name, array in call.inputs.items()}
+            call.inputs = {name: self._plain(name, array) for name, array in call.inputs.items()}
             if env.poison() and call.operation == DISPATCH and phases & Phase.RECEIVE:
                 for name in GIVEN:
                     runtime.memsetAsync(call.results[name].data.ptr, 0xFF, call.results[name].nbytes, current.ptr)
             self._meet(current.ptr)
             if async_finish:
                 self._comm_stream.follow(current)
-            elif (event := self._behind.pop(call.channel, None)) is not None:
-                current.wait_event(event)
+            elif call.channel in self._behind and not self._capturing():
+                current.wait_event(self._behind.pop(call.channel)[0])
             num_ctas = call.num_sms or num_sms
             self._launcher.launch(call, phases, self.masks_on_timeout, num_ctas, stream)
             self._meet(None)
             event = None
             if async_finish:
-                event = self._behind[call.channel] = self._comm_stream.record()
+                event = self._comm_stream.record()
+                if not self._capturing():
+                    self._behind[call.channel] = event, call  # its inputs must live
             return _Event(stream, event, self)
+
+    def _plain(self, name: str, array: Any) -> Any:
+        """What kernels read: C-contiguous and 16-byte aligned, a copy if need be."""
+        if array is None or (array.flags.c_contiguous and array.data.ptr % 16 == 0):
+            return array
+        if self._capturing():  # nothing would keep the copy's memory for the graph
+            raise StateError(
+                f"{name}: expected contiguous memory that starts at a multiple of 16 bytes, to be captured"
+            )
+        return array.copy(order="C")
 
     def _meet(self, value: Any) -> None:
         """Where ranks are threads they meet before and after each launch, unless one may be late. See Session."""
@@ -227,8 +240,9 @@ class CudaLowLatency(LowLatency):
             check_rank_streams(values)
 
     def set_mask(self, rank: int, masked: bool) -> None:
-        with cupy.cuda.Device(self._device):
-            self._masks[rank] = int(masked)  # behind what the current stream has been given
+        with cupy.cuda.Device(self._device):  # on the current stream, without a kernel that might have to be loaded
+            stream = cupy.cuda.get_current_stream()
+            runtime.memsetAsync(self._masks.data.ptr + 4 * rank, int(masked), 1, stream.ptr)  # the lowest byte
 
     def masks(self) -> cupy.ndarray:
         with cupy.cuda.Device(self._device):
@@ -269,10 +283,3 @@ class CudaLowLatency(LowLatency):
     def close(self, *, collective: bool) -> None:
         for arena in self._arenas:
             arena.close(collective=collective)
-
-
-def _plain(array: Any) -> Any:
-    """What kernels read: C-contiguous and 16-byte aligned, a copy if need be."""
-    if array is None or (array.flags.c_contiguous and array.data.ptr % 16 == 0):
-        return array
-    return array.copy(order="C")
