@@ -110,12 +110,13 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
 def low_latency_plan(operation: abi.Operation, shape: LowLatencyShape) -> Plan:
     """LOW_LATENCY_*: warps that each take shares of rows, in registers; many small shares, as a batch has few rows.
 
-    A share is kVecsPerLane vectors for each lane, and as many groups of 16 values where rows are cast.
+    A share is kVecsPerLane vectors for each lane, and as many groups of 16 values where rows are cast. More than two do
+    not fit into 64 registers without spills, and two CTAs must fit on an SM: a dispatch and a combine may be under way
+    together on all of them, each waiting for its peers.
     """
     num_topk, num_tokens = shape.num_topk, shape.max_tokens
     row_bytes = shape.hidden * shape.dtype.itemsize
     vecs = math.ceil(shape.wire_bytes / (32 * math.gcd(shape.wire_bytes, 16)))  # for each lane to move a row
-    vecs_per_lane = 2 if shape.fp8 else 4
     constants = {
         "kDType": int(checks.DTYPES[shape.dtype]),
         "kHidden": shape.hidden,
@@ -127,8 +128,8 @@ def low_latency_plan(operation: abi.Operation, shape: LowLatencyShape) -> Plan:
         "kRoundScale": int(shape.round_scale),
         "kUe8m0": int(shape.ue8m0),
         "kScaleWords": shape.num_scale_words,
-        "kVecsPerLane": vecs_per_lane,
-        "kParts": math.ceil(vecs / vecs_per_lane),
+        "kVecsPerLane": 2,
+        "kParts": math.ceil(vecs / 2),
         "kThreads": 512,
     }
     words = shape.num_experts + num_tokens * math.ceil(shape.num_ranks / 32)  # of Ids; the receive half takes fewer
