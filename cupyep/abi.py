@@ -85,6 +85,13 @@ class Status(IntEnum):
     REVOKED = 2  # the sender left: its block must not be touched
 
 
+class Arrival(IntEnum):
+    """What a low-latency word tells of; an index of the region "arrivals"."""
+
+    ROWS = 0
+    WEIGHTS = 1
+
+
 class AbortKind(IntEnum):
     """Why the first rank to leave an operation left it."""
 
@@ -265,6 +272,7 @@ def enum_constants() -> dict[str, int]:
         "Flag": Flag,
         "Verdict": Verdict,
         "Phase": Phase,
+        "Arrival": Arrival,
     }
     return {f"k{family}{camel(member.name)}": int(member) for family, enum in families.items() for member in enum}
 

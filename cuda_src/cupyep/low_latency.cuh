@@ -18,7 +18,6 @@ namespace cupyep {
 
 constexpr u32 kRankWords = (cfg::kNumRanks + 31) / 32;  // of 32 ranks each
 constexpr u32 kAll = ~0u, kNone = ~0u;
-constexpr u32 kRowsWord = 0, kWeightsWord = 1;  // kinds of arrival words
 
 // --- words -----------------------------------------------------------------------------------------------------------
 

@@ -33,8 +33,8 @@ __device__ bool exchange_weights(const Params& p, const bool* goes, u32 epoch) {
       to[i] = reinterpret_cast<const float*>(p.topk_weights)[i];
     }
   }
-  publish(p.sync, p.ll, kWeightsWord, epoch, nullptr);
-  return await_arrivals(p.sync, p.ll, kWeightsWord, kOperation, epoch, came);
+  publish(p.sync, p.ll, cfg::kArrivalWeights, epoch, nullptr);
+  return await_arrivals(p.sync, p.ll, cfg::kArrivalWeights, kOperation, epoch, came);
 }
 
 // The send half, every CTA, all threads. False: leave.
@@ -79,14 +79,14 @@ __device__ bool send(const Params& p, u32 epoch) {
     const u64 there = static_cast<u64>(p.sync.rank) * p.ll.max_tokens + token;
     store_part<cfg::kVecBytes, cfg::kRowBytes>(batch, region(p.sync, p.ll, home) + there * cfg::kRowBytes, part);
   }
-  publish(p.sync, p.ll, kRowsWord, epoch, num_rows);
+  publish(p.sync, p.ll, cfg::kArrivalRows, epoch, num_rows);
   return true;
 }
 
 // The receive half, every CTA, all threads. False: leave.
 __device__ bool receive(const Params& p, u32 epoch) {
   __shared__ u32 came[cfg::kNumRanks];
-  if (!await_arrivals(p.sync, p.ll, kRowsWord, kOperation, epoch, came)) return false;
+  if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows, kOperation, epoch, came)) return false;
   u8* ours = region(p.sync, p.ll, p.sync.rank);
   for (u32 unit = warp_index(); unit < p.ll.num_tokens * cfg::kParts; unit += num_warps()) {
     const u32 token = unit / cfg::kParts, part = unit % cfg::kParts;

@@ -16,7 +16,6 @@
 using namespace cupyep;
 using Params = LowLatencyDispatchParams;
 
-constexpr u32 kExpertBits = 10;  // of a meta word
 using WireVec = VecOf<cfg::kWireVecBytes>;
 
 __device__ __forceinline__ u32* meta_of(const Params& p, u8* region, u64 row) {
@@ -75,7 +74,7 @@ __device__ __forceinline__ void send_part_fp8(const u8* x, u32 part, u64 row, u6
 // What the receivers need to know of the token, to the lanes of `leaders`; lane k has column k.
 __device__ void send_meta(const Params& p, const Ids& ids, u32 token, u16 expert, u32 rank, u64 meta, u32 leaders) {
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk;
-  const u32 entry = place_at_expert(p, ids, token, expert) << kExpertBits | expert % p.ll.num_local_experts;
+  const u32 entry = place_at_expert(p, ids, token, expert) << cfg::kExpertBits | expert % p.ll.num_local_experts;
   float weight = 0.0f;
   if (p.topk_weights != 0 && lane < num_topk) weight = reinterpret_cast<const float*>(p.topk_weights)[token * num_topk + lane];
   for (u32 left = leaders; left != 0; left &= left - 1) {
@@ -114,7 +113,7 @@ __device__ bool send(const Params& p, u8* smem, u32 epoch) {
     }
     if (part == 0) send_meta(p, ids, token, expert, rank, reinterpret_cast<u64>(meta_of(p, to, row)), leaders);
   }
-  publish(p.sync, p.ll, kRowsWord, epoch, totals);
+  publish(p.sync, p.ll, cfg::kArrivalRows, epoch, totals);
   return true;
 }
 
@@ -149,7 +148,7 @@ __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
   u32* begin = reinterpret_cast<u32*>(smem);  // [ranks][num_local_experts]
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk, num_local = p.ll.num_local_experts;
   const u32 expert_rows = cfg::kNumRanks * p.ll.max_tokens;
-  if (!await_arrivals(p.sync, p.ll, kRowsWord, cfg::kOperationLowLatencyDispatch, epoch, num_rows)) return false;
+  if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows, cfg::kOperationLowLatencyDispatch, epoch, num_rows)) return false;
   sum_up(num_rows, starts);
   read_counts(p, num_rows, begin);
 
@@ -160,10 +159,10 @@ __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
     WireVec batch[kBatch];
     load_part<cfg::kWireVecBytes, cfg::kWireBytes>(batch, from + static_cast<u64>(row) * cfg::kWireBytes, part);
     const u32* meta = meta_of(p, from, row);
-    const u32 entry = lane < num_topk ? meta[1 + lane] : kNone, expert = entry & ((1u << kExpertBits) - 1);
+    const u32 entry = lane < num_topk ? meta[1 + lane] : kNone, expert = entry & ((1u << cfg::kExpertBits) - 1);
     u32 place = 0, position = kNone;  // at the expert; among all rows of recv_x
     if (entry != kNone) {
-      place = begin[source * num_local + expert] + (entry >> kExpertBits);
+      place = begin[source * num_local + expert] + (entry >> cfg::kExpertBits);
       position = expert * expert_rows + place;
     }
     const u32 leaders = __ballot_sync(kAll, is_first(position, entry != kNone));

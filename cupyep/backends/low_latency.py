@@ -188,14 +188,13 @@ class LowLatency(ABC):
         return self._carve((operation, slot), shape, shape.results(operation))
 
     def _carve(self, key: tuple[Any, ...], shape: LowLatencyShape, parts: Parts) -> dict[str, Any]:
-        """Arrays over the memory of `key`, which grows as needed."""
+        """Arrays over the memory of `key`, which grows as needed; a shape stays where it was, for graphs' sake."""
         if (views := self._views.get((key, shape))) is not None:
             return views
         places, old = offsets(parts), self._memory.get(key)
         if old is None or old.size < places["num_bytes"]:
             self._kept.append(old)
             self._memory[key] = self._allocate(max(places["num_bytes"], ALIGNMENT))
-            self._views = {other: views for other, views in self._views.items() if other[0] != key}
         memory = self._memory[key]
         views = {}
         for name, (extents, dtype) in parts.items():

@@ -163,7 +163,7 @@ MUTANTS = [
         "combine: peers' weights not waited for",
         "three",
         COMBINE,
-        "return await_arrivals(p.sync, p.ll, kWeightsWord, kOperation, epoch, came);",
+        "return await_arrivals(p.sync, p.ll, cfg::kArrivalWeights, kOperation, epoch, came);",
         "return true;",
     ),
     mutant("combine: weights of another column", "two", COMBINE, "weight = weights[lane];", "weight = weights[0];"),

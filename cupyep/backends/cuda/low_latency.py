@@ -157,9 +157,6 @@ class CudaLowLatency(LowLatency):
         self.max_num_sms, self._in_threads = num_sms, comm.in_process and comm.size > 1
         self._abort_stream = cupy.cuda.Stream(non_blocking=True)
         self._masks = cupy.zeros(comm.size, np.int32)
-        fates = np.full((NUM_REGIONS, comm.size), layout.INITIAL_EPOCH << 32, np.uint64)
-        self._fates = cupy.asarray(fates)
-        cupy.cuda.get_current_stream().synchronize()  # kernels may run on any stream
         self._arenas: list[Arena] = []  # the last one is in use; captured graphs may still use the others
         self._launcher: LowLatencyLauncher | None = None
         self._behind: dict[layout.Channel, Any] = {}  # (event, call) on the Buffer's own stream
@@ -169,9 +166,11 @@ class CudaLowLatency(LowLatency):
         initial, timeout_s = layout.ControlLayout(self._comm.size).initial(), self._config.timeout_s
         heap_bytes = NUM_REGIONS * region_bytes
         self._arenas.append(Arena(self._comm, self._device, initial, heap_bytes, timeout_s))
+        fates = cupy.asarray(np.full((NUM_REGIONS, self._comm.size), layout.INITIAL_EPOCH << 32, np.uint64))
+        cupy.cuda.get_current_stream().synchronize()  # kernels may run on any stream
         self._kept.append(self._launcher)
         self._launcher = LowLatencyLauncher(
-            self._arenas[-1], self._kernels, self._comm, region_bytes, self._masks, self._fates
+            self._arenas[-1], self._kernels, self._comm, region_bytes, self._masks, fates
         )
 
     def _load(self, operation: abi.Operation, shape: LowLatencyShape) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cupyep import abi, checks, layout
 from cupyep.backends.base import Shape
-from cupyep.backends.low_latency_shape import LowLatencyShape
+from cupyep.backends.low_latency_shape import EXPERT_BITS, LowLatencyShape
 
 _STATIC_BYTES = 1024  # what the kernels declare themselves, beside the tables by rank
 MOVERS = {"vector": 0, "tma": 1}
@@ -128,6 +128,7 @@ def low_latency_plan(operation: abi.Operation, shape: LowLatencyShape) -> Plan:
         "kRoundScale": int(shape.round_scale),
         "kUe8m0": int(shape.ue8m0),
         "kScaleWords": shape.num_scale_words,
+        "kExpertBits": EXPERT_BITS,
         "kVecsPerLane": 2,
         "kParts": math.ceil(vecs / 2),
         "kThreads": 512,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from cupyep import env, fp8
-from cupyep.abi import AbortKind, Operation, Phase
+from cupyep.abi import AbortKind, Arrival, Operation, Phase
 from cupyep.backends.base import CompletedEvent
 from cupyep.backends.low_latency import LowLatency, LowLatencyCall
 from cupyep.backends.low_latency_shape import DISPATCH, EXPERT_BITS, GIVEN, NUM_REGIONS, LowLatencyShape, offsets
-from cupyep.backends.numpy.low_latency_channel import ROWS, WEIGHTS, LowLatencyChannel
+from cupyep.backends.numpy.low_latency_channel import LowLatencyChannel
 from cupyep.backends.numpy.memory import create_arena
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
@@ -117,7 +117,7 @@ class NumpyLowLatency(LowLatency):
             counts = channel.counts[peer][0, rank]
             counts[shape.num_ranks :][:local] = lists[:, peer * local : (peer + 1) * local].sum(0)
         call.tables["token_ranks"][: call.num_tokens] = _bits(ranks)
-        channel.publish(ROWS, call.signature, ranks.sum(0))
+        channel.publish(Arrival.ROWS, call.signature, ranks.sum(0))
 
     def _route(self, call: LowLatencyCall) -> tuple[np.ndarray, np.ndarray]:
         """(expert or -1, its rank or -1) of every listing; ids out of range count as -1."""
@@ -141,7 +141,7 @@ class NumpyLowLatency(LowLatency):
         if env.poison():
             for name in GIVEN:
                 results[name].view(np.uint8)[...] = 0xFF
-        num_rows = channel.await_arrivals(ROWS, call.signature)
+        num_rows = channel.await_arrivals(Arrival.ROWS, call.signature)
         region = self._region(call, self._comm.rank)
         counts = channel.counts[self._comm.rank][0][:, shape.num_ranks :][:, :local].astype(np.int64)
         counts[num_rows == 0] = 0
@@ -177,8 +177,8 @@ class NumpyLowLatency(LowLatency):
         if call.with_weights:
             for peer in open_to:
                 self._region(call, peer)["side"][rank, : call.num_tokens] = call.inputs["topk_weights"]
-            channel.publish(WEIGHTS, call.signature, np.ones(shape.num_ranks))
-            channel.await_arrivals(WEIGHTS, call.signature)
+            channel.publish(Arrival.WEIGHTS, call.signature, np.ones(shape.num_ranks))
+            channel.await_arrivals(Arrival.WEIGHTS, call.signature)
         x = call.inputs["x"].reshape(-1, shape.hidden)
         num_rows = tables["num_rows"]
         for home in open_to:
@@ -192,11 +192,11 @@ class NumpyLowLatency(LowLatency):
                     sums[here] += weights[here, column, None] * x[positions[here, column]].astype(np.float32)
                 rows = sums.astype(shape.dtype)
             self._region(call, home)["rows"][rank, tokens] = rows.view(np.uint8).reshape(len(tokens), shape.wire_bytes)
-        channel.publish(ROWS, call.signature, num_rows)
+        channel.publish(Arrival.ROWS, call.signature, num_rows)
 
     def _receive_sums(self, call: LowLatencyCall, channel: LowLatencyChannel) -> None:
         shape = call.shape
-        came = channel.await_arrivals(ROWS, call.signature)
+        came = channel.await_arrivals(Arrival.ROWS, call.signature)
         rows = self._region(call, self._comm.rank)["rows"].view(shape.dtype)
         words = call.tables["token_ranks"][: call.num_tokens]
         sums = np.zeros((call.num_tokens, shape.hidden), np.float32)

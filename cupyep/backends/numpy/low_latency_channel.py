@@ -27,8 +27,6 @@ from cupyep.layout import ControlLayout
 if TYPE_CHECKING:
     from cupyep.backends.numpy.low_latency import NumpyLowLatency
 
-ROWS, WEIGHTS = 0, 1  # kinds of arrival words
-
 
 class LowLatencyChannel(Channel):
     """A channel without posts: arrival words carry data and epoch at once; late peers may be masked."""
