@@ -32,8 +32,9 @@ class Call:
 
     def within(self, part: str, **fields: int) -> None:
         """Sets fields of an inner struct."""
+        inner = self._record[part]
         for name, value in fields.items():
-            self._record[part][name] = value
+            inner[name] = value
 
     def post(self, signature: dict[str, int], **fields: int) -> None:
         """Sets fields of the struct's Post."""
