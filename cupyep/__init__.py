@@ -21,7 +21,16 @@ from cupyep.errors import (
     TopologyError,
     UnsupportedDeviceError,
 )
-from cupyep.handle import CombineResult, DispatchLayout, DispatchResult, EventOverlap, Handle
+from cupyep.handle import (
+    CombineResult,
+    DispatchLayout,
+    DispatchResult,
+    EventOverlap,
+    Handle,
+    LowLatencyCombineResult,
+    LowLatencyDispatchResult,
+    LowLatencyHandle,
+)
 from cupyep.quantize import dequantize_fp8, quantize_fp8
 from cupyep.threads import run_local
 
@@ -38,6 +47,9 @@ __all__ = [
     "EventOverlap",
     "Handle",
     "LocalComm",
+    "LowLatencyCombineResult",
+    "LowLatencyDispatchResult",
+    "LowLatencyHandle",
     "MismatchError",
     "PeerError",
     "PeerTimeoutError",

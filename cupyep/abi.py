@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from cupyep.structs import Struct
+from cupyep.structs import Struct, camel
 
 
 class Operation(IntEnum):
@@ -14,11 +14,13 @@ class Operation(IntEnum):
     PUSH = 2
     PULL = 3
     BARRIER = 4
+    LOW_LATENCY_DISPATCH = 5
+    LOW_LATENCY_COMBINE = 6
 
     @property
     def verb(self) -> str:
         """The public call that runs this operation, for messages."""
-        return {"COUNT": "dispatch", "PUSH": "dispatch", "PULL": "combine", "BARRIER": "barrier"}[self.name]
+        return {"COUNT": "dispatch", "PUSH": "dispatch", "PULL": "combine"}.get(self.name, self.name.lower())
 
 
 class Status(IntEnum):
@@ -29,6 +31,13 @@ class Status(IntEnum):
     REVOKED = 2  # the sender left: its block must not be touched
 
 
+class Arrival(IntEnum):
+    """What a low-latency word tells of; an index of the region "arrivals"."""
+
+    ROWS = 0
+    WEIGHTS = 1
+
+
 class AbortKind(IntEnum):
     """Why the first rank to leave an operation left it."""
 
@@ -37,6 +46,7 @@ class AbortKind(IntEnum):
     RAISED = 3
     OVERFLOW = 4  # a sender met a row at or past the block's capacity
     OVERLAP = 5  # two operations of one channel ran at once
+    MISMATCH = 6  # of the low-latency mode, which has no posts: a peer's word has another signature
 
     @property
     def reason(self) -> str:
@@ -46,6 +56,7 @@ class AbortKind(IntEnum):
             "raised an exception",
             "was sent more rows than its block holds",
             "ran two operations of one channel at once",
+            "gave other arguments (shape, types, num_topk, num_experts or options)",
         )[self - 1]
 
 
@@ -87,6 +98,13 @@ class Flag(IntEnum):
     WEIGHTS = 1
     IDX64 = 2
     EXPERT_LAYOUT = 4
+
+
+class Phase(IntEnum):
+    """The halves of a low-latency operation, as bits."""
+
+    SEND = 1
+    RECEIVE = 2
 
 
 MAX_RANKS = 256
@@ -267,9 +285,7 @@ def enum_constants() -> dict[str, int]:
         "Hint": Hint,
         "Flag": Flag,
         "Verdict": Verdict,
+        "Phase": Phase,
+        "Arrival": Arrival,
     }
-    return {
-        f"k{family}{member.name.title().replace('_', '')}": int(member)
-        for family, enum in families.items()
-        for member in enum
-    }
+    return {f"k{family}{camel(member.name)}": int(member) for family, enum in families.items() for member in enum}

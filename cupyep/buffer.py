@@ -8,17 +8,19 @@ from cupyep import checks
 from cupyep.combine import Combine
 from cupyep.dispatch import Dispatch
 from cupyep.handle import DispatchLayout
+from cupyep.low_latency import LowLatencyVerbs
 
 
-class Buffer(Dispatch, Combine):
+class Buffer(Dispatch, Combine, LowLatencyVerbs):
     """One rank's end of an expert-parallel group: dispatch sends tokens to experts, combine brings the outputs back.
 
     Args:
         comm: an mpi4py communicator (also one from Split), a LocalComm from run_local, or None: MPI.COMM_WORLD under
             an MPI launcher, else one rank alone.
         num_nvl_bytes: bytes of the arena's heap on this rank; 0: sized from max_tokens_per_rank and the first call.
-        num_rdma_bytes: accepted for code that comes from DeepEP; ranks of one node need none.
-        low_latency_mode: reserved for the low-latency calls.
+        num_rdma_bytes: bytes of the low-latency calls' receive regions, see get_low_latency_rdma_size_hint; 0: they
+            grow with the shapes. No RDMA is involved.
+        low_latency_mode: allows the low-latency calls.
         max_tokens_per_rank: the most tokens a rank will dispatch in one call. None: agreed at the first call and
             grown, collectively, by a later larger one.
         backend: "cuda", "numpy", or "auto": cuda where a GPU and CuPy are present.

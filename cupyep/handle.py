@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,3 +102,46 @@ class DispatchLayout(NamedTuple):
     num_tokens_per_expert: Any
     is_token_in_rank: Any
     event: Any
+
+
+@dataclass(frozen=True, eq=False)
+class LowLatencyHandle:
+    """The routing of one low-latency dispatch. Valid, like its arrays, until the second-next such dispatch.
+
+    Attributes:
+        src_info: `[num_local_experts, num_ranks * max]` int32: the source token of each row of recv_x.
+        layout_range: `[num_local_experts, num_ranks]` int64: the rows of one source rank, first << 32 | count.
+        num_max_dispatch_tokens_per_rank, hidden, num_experts, num_tokens, num_topk: of the dispatch.
+        with_weights: whether topk_weights travelled with it.
+        number: of the dispatch, from 1.
+    """
+
+    src_info: Any
+    layout_range: Any
+    num_max_dispatch_tokens_per_rank: int
+    hidden: int
+    num_experts: int
+    num_tokens: int
+    num_topk: int
+    with_weights: bool
+    number: int
+    owner: object = field(repr=False)
+    tables: dict[str, Any] = field(repr=False)
+
+
+class LowLatencyDispatchResult(NamedTuple):
+    """What `Buffer.low_latency_dispatch` returns; see there."""
+
+    recv_x: Any
+    recv_count: Any
+    handle: LowLatencyHandle
+    event: Any
+    hook: Callable[[], None] | None
+
+
+class LowLatencyCombineResult(NamedTuple):
+    """What `Buffer.low_latency_combine` returns; see there."""
+
+    combined_x: Any
+    event: Any
+    hook: Callable[[], None] | None

@@ -2,7 +2,7 @@
 
     arena of one rank
     | control block                                                                  | heap ...
-    | abort | channel 0: state, posts[2][ranks], done[ranks], counts[2][ranks] | channel 1 | ... |
+    | abort | channel 0: state, posts[2][ranks], done[ranks], arrivals[2][ranks], counts[2][ranks] | channel 1 | ... |
 
 Peers write posts, done words, counts and the abort word; the rank itself writes its channels' state. Offsets come from
 the one list below; both backends slice it, and the kernels get it as `cfg::` constants.
@@ -16,7 +16,7 @@ from enum import IntEnum
 import numpy as np
 
 from cupyep import abi
-from cupyep.structs import Struct
+from cupyep.structs import Struct, camel
 
 ALIGNMENT = 128  # bytes: of every region and of every heap block (a bulk copy's best case)
 INITIAL_EPOCH = 0  # of every channel of a new arena; tests set it close to 2^32
@@ -33,8 +33,9 @@ class Channel(IntEnum):
     BARRIER = 5
 
 
-# Words of a channel's state, all private to its rank. busy: an operation runs; arrived: CTAs that have finished theirs.
-CHANNEL_STATE = Struct("ChannelState", epoch="u32", busy="u32", arrived="u32", pad="u32")
+# Words of a channel's state, all private to its rank. busy: an operation runs; arrived: CTAs that have finished theirs;
+# sent: CTAs that have finished a step of a low-latency send half.
+CHANNEL_STATE = Struct("ChannelState", epoch="u32", busy="u32", arrived="u32", sent="u32")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class ControlLayout:
             ("state", (), CHANNEL_STATE.dtype),
             ("posts", (2, num_ranks), abi.POST.dtype),  # [parity of the epoch][sender]
             ("done", (num_ranks,), u32),  # [sender]: the last epoch that this peer has finished
+            ("arrivals", (2, num_ranks), u64),  # [rows, weights][sender]: a low-latency word, see arrival_word
             ("counts", (2, num_ranks, counts_words(num_ranks)), u32),  # [parity of the epoch][sender]
         )
         self._regions, offset = {}, 0
@@ -83,7 +85,7 @@ class ControlLayout:
         self.num_bytes = self.channels_offset + len(Channel) * self.channel_bytes
 
     def region(self, channel: Channel, name: str) -> Region:
-        """The region `name` (state, posts, done, counts) of `channel`."""
+        """The region `name` (state, posts, done, arrivals, counts) of `channel`."""
         inner = self._regions[name]
         return Region(
             name, self.channels_offset + channel * self.channel_bytes + inner.offset, inner.shape, inner.dtype
@@ -103,6 +105,7 @@ class ControlLayout:
             for name in ("state", "posts"):
                 self.view(memory, self.region(channel, name))["epoch"] = INITIAL_EPOCH
             self.view(memory, self.region(channel, "done"))[...] = INITIAL_EPOCH
+            self.view(memory, self.region(channel, "arrivals"))[...] = INITIAL_EPOCH << 32
         return memory
 
     def constants(self) -> dict[str, int]:
@@ -163,11 +166,6 @@ class HostLayout:
         """The layout as `cfg::` constants; kHostRecordBytes is the distance of the two records."""
         names = {f"k{camel(name)}Offset": region.offset for name, region in self.regions.items() if name != "record"}
         return {"kHostRecordBytes": self.record_bytes, **names}
-
-
-def camel(name: str) -> str:
-    """snake_case or SCREAMING_CASE as CamelCase."""
-    return "".join(part.capitalize() for part in name.split("_"))
 
 
 @dataclass(frozen=True)

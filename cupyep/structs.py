@@ -59,6 +59,11 @@ class Struct:
         return record
 
 
+def camel(name: str) -> str:
+    """snake_case or SCREAMING_CASE as CamelCase."""
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
 def emit(constants: dict[str, int], structs: tuple[Struct, ...]) -> str:
     """The prelude of a kernel: `namespace cfg { constexpr int kNumRanks = 8; ... }` and the structs.
 

@@ -76,15 +76,21 @@ __device__ __forceinline__ u64 abort_record(const Sync& sync, u32 kind, u32 oper
          static_cast<u64>(peer) << 32 | epoch;
 }
 
-constexpr u64 kLeave = ~0ULL;
+constexpr u64 kLeave = ~0ULL, kExpired = ~1ULL;
 
 // Looks at the abort word and at the clock, for a wait that began at `start` (0: at this very moment). Returns the start,
-// or kLeave. Out of line, because waits are in hot loops and this is not.
-__device__ __noinline__ u64 look(const Sync& sync, u64 start, u32 operation, u32 peer, u32 epoch) {
+// kLeave or kExpired.
+__device__ __forceinline__ u64 glance(const Sync& sync, u64 start) {
   if (aborted(sync)) return kLeave;
   const u64 now = ptx::globaltimer();
   if (start == 0) return now;
-  if (sync.timeout_ns == 0 || now - start < sync.timeout_ns) return start;
+  return sync.timeout_ns == 0 || now - start < sync.timeout_ns ? start : kExpired;
+}
+
+// As glance; who waited too long makes all ranks leave. Out of line, because waits are in hot loops and this is not.
+__device__ __noinline__ u64 look(const Sync& sync, u64 start, u32 operation, u32 peer, u32 epoch) {
+  start = glance(sync, start);
+  if (start != kExpired) return start;
   abort_all(sync, abort_record(sync, cfg::kAbortTimeout, operation, peer, epoch), epoch);
   return kLeave;
 }
@@ -170,29 +176,39 @@ __device__ inline u32 wait_posts(const Sync& sync, u32 operation, u32 epoch) {
   return __syncthreads_or(failed) ? cfg::kVerdictFailed : cfg::kVerdictDone;
 }
 
-// Every CTA, all threads, after their last access to peers' memory: true in all threads of the last CTA to come.
-__device__ inline bool arrive_last(const Sync& sync) {
+// Every CTA, all threads, after their last access to peers' memory: true in all threads of the last CTA to come, as the
+// counter `arrived` tells, which somebody has to reset before the next use.
+__device__ inline bool arrive_last(u32* arrived) {
   __shared__ bool last;
   // sync(arrive) ACQ_REL.gpu: every thread's stores and completed bulk copies, the barrier, then both sides in one
   // instruction of one thread (H9). The last CTA has acquired what all have released.
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = ptx::atom_acq_rel_gpu_add(&channel_state(sync)->arrived, 1u) == gridDim.x - 1;
+    last = ptx::atom_acq_rel_gpu_add(arrived, 1u) == gridDim.x - 1;
   }
   __syncthreads();
   return last;
 }
 
-// The last CTA: tells every rank that our part is complete, and waits until all are. False: leave.
-__device__ inline bool exchange_done(const Sync& sync, u32 operation, u32 epoch) {
-  bool complete = true;
+__device__ inline bool arrive_last(const Sync& sync) { return arrive_last(&channel_state(sync)->arrived); }
+
+// The last CTA: tells every rank that our part is complete. False: leave.
+__device__ inline bool tell_done(const Sync& sync, u32 epoch) {
   if (__syncthreads_or(aborted(sync))) return false;  // some warp has left: our part is not complete
   for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
-    // sync(done) RELEASE.sys: all rows of this rank, handed over by arrive_last (H4, H8, H9). Read by: the loop below.
+    // sync(done) RELEASE.sys: all rows of this rank, handed over by arrive_last (H4, H8, H9). Read by: exchange_done, and
+    // a low-latency send half.
     ptx::st_release_sys(done_word(sync, peer, sync.rank), epoch);
   }
+  return true;
+}
+
+// The last CTA: tells, and waits until all ranks are complete. False: leave.
+__device__ inline bool exchange_done(const Sync& sync, u32 operation, u32 epoch) {
+  bool complete = true;
+  if (!tell_done(sync, epoch)) return false;
   for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
-    // sync(done) ACQUIRE.sys: pairs with RELEASE above, at the peer; the kernel's end hands it on (H5).
+    // sync(done) ACQUIRE.sys: pairs with RELEASE in tell_done, at the peer; the kernel's end hands it on (H5).
     complete &= wait_word(sync, done_word(sync, sync.rank, peer), epoch, operation, peer);
   }
   return __syncthreads_and(complete);

@@ -23,25 +23,41 @@ using Vec = VecOf<cfg::kVecBytes>;  // the widest that divides a row
 template <int kDType, int kBytes>
 constexpr int kElements = kBytes / (kDType == cfg::kDTypeFloat32 ? 4 : 2);
 
-// sums[i] += element i, in fp32 and never contracted: both backends give the same bits.
+// The elements in fp32, exactly.
 template <int kDType, int kBytes>
-__device__ __forceinline__ void accumulate(float* sums, const VecOf<kBytes>& vec) {
+__device__ __forceinline__ void widened(float* values, const VecOf<kBytes>& vec) {
   constexpr int kWords = kBytes < 4 ? 1 : kBytes / 4;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {
     const ptx::u32 word = vec.words[i];
     if constexpr (kDType == cfg::kDTypeFloat32) {
-      sums[i] = __fadd_rn(sums[i], __uint_as_float(word));
+      values[i] = __uint_as_float(word);
     } else if constexpr (kDType == cfg::kDTypeBfloat16) {
-      sums[2 * i] = __fadd_rn(sums[2 * i], __uint_as_float(word << 16));
-      if constexpr (kBytes >= 4) sums[2 * i + 1] = __fadd_rn(sums[2 * i + 1], __uint_as_float(word & 0xffff0000u));
+      values[2 * i] = __uint_as_float(word << 16);
+      if constexpr (kBytes >= 4) values[2 * i + 1] = __uint_as_float(word & 0xffff0000u);
     } else {
-      sums[2 * i] = __fadd_rn(sums[2 * i], ptx::cvt_f32_f16(static_cast<unsigned short>(word)));
-      if constexpr (kBytes >= 4) {
-        sums[2 * i + 1] = __fadd_rn(sums[2 * i + 1], ptx::cvt_f32_f16(static_cast<unsigned short>(word >> 16)));
-      }
+      values[2 * i] = ptx::cvt_f32_f16(static_cast<unsigned short>(word));
+      if constexpr (kBytes >= 4) values[2 * i + 1] = ptx::cvt_f32_f16(static_cast<unsigned short>(word >> 16));
     }
   }
+}
+
+// sums[i] += element i, in fp32 and never contracted: both backends give the same bits.
+template <int kDType, int kBytes>
+__device__ __forceinline__ void accumulate(float* sums, const VecOf<kBytes>& vec) {
+  float values[kElements<kDType, kBytes>];
+  widened<kDType>(values, vec);
+#pragma unroll
+  for (int i = 0; i < kElements<kDType, kBytes>; ++i) sums[i] = __fadd_rn(sums[i], values[i]);
+}
+
+// sums[i] += weight * element i; both steps are rounded.
+template <int kDType, int kBytes>
+__device__ __forceinline__ void accumulate_weighted(float* sums, const VecOf<kBytes>& vec, float weight) {
+  float values[kElements<kDType, kBytes>];
+  widened<kDType>(values, vec);
+#pragma unroll
+  for (int i = 0; i < kElements<kDType, kBytes>; ++i) sums[i] = __fadd_rn(sums[i], __fmul_rn(weight, values[i]));
 }
 
 // The sums as elements of kDType, to nearest even.

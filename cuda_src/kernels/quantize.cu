@@ -56,23 +56,17 @@ extern "C" __global__ void quantize_fp8(const __grid_constant__ QuantizeParams p
     }
 #pragma unroll
     for (u32 distance = 16; distance > 0; distance /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
-    most = fmaxf(most, 1e-4f);
-    float scale = __fdiv_rn(most, 448.0f), inverse = __fdiv_rn(448.0f, most);
-    if (cfg::kRoundScale) {  // up to a power of two
-      scale = __uint_as_float((__float_as_uint(scale) + 0x7fffff) & 0x7f800000);
-      inverse = __fdiv_rn(1.0f, scale);
-    }
+    const Scale scale = scale_of<cfg::kRoundScale>(most);
     Codes* codes = reinterpret_cast<Codes*>(p.codes + block.first);
 #pragma unroll
     for (u32 j = 0; j < kVecsPerLane; ++j) {
       const u32 vec = j * 32 + lane;
-      u32 packed = 0;
 #pragma unroll
-      for (u32 i = 0; i < kElems; ++i) packed |= to_e4m3(__fmul_rn(values[j][i], inverse)) << (8 * i);
-      if (vec * kElems < block.length) codes[vec].words[0] = packed;
+      for (u32 i = 0; i < kElems; ++i) values[j][i] = __fmul_rn(values[j][i], scale.inverse);
+      if (vec * kElems < block.length) codes[vec].words[0] = packed_e4m3<kElems>(values[j]);
     }
-    if (lane == 0 && cfg::kUe8m0) reinterpret_cast<unsigned char*>(p.scales)[block.scale] = __float_as_uint(scale) >> 23;
-    if (lane == 0 && !cfg::kUe8m0) reinterpret_cast<float*>(p.scales)[block.scale] = scale;
+    if (lane == 0 && cfg::kUe8m0) reinterpret_cast<unsigned char*>(p.scales)[block.scale] = __float_as_uint(scale.value) >> 23;
+    if (lane == 0 && !cfg::kUe8m0) reinterpret_cast<float*>(p.scales)[block.scale] = scale.value;
   });
 }
 

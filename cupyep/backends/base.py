@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyep import abi, checks
+from cupyep.backends.low_latency import LowLatency
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import CupyepError
@@ -140,6 +141,7 @@ class Backend(ABC):
         self.capacity = Capacity(config.max_tokens_per_rank or 0, config.num_nvl_bytes or HEAP_STEP)
         self._prepared: set[Shape] = set()
         self.broken: CupyepError | None = None  # what has ended this group for good, as far as it was raised
+        self._low_latency: LowLatency | None = None
 
     @property
     def agreed_max_tokens(self) -> int | None:
@@ -173,6 +175,17 @@ class Backend(ABC):
     @abstractmethod
     def _load(self, shape: Shape) -> None:
         """Collective: compiles and loads what the shape needs."""
+
+    @property
+    def low_latency(self) -> LowLatency:
+        """The low-latency side. StateError where the Buffer was not created for it."""
+        if self._low_latency is None:
+            self._low_latency = self._create_low_latency()
+        return self._low_latency
+
+    @abstractmethod
+    def _create_low_latency(self) -> LowLatency:
+        """Collective where its arena has a given size."""
 
     @abstractmethod
     def asarray(self, name: str, value: Any) -> Any:

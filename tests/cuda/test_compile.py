@@ -23,6 +23,7 @@ from cupyep import abi
 from cupyep.abi import Operation
 from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan
+from cupyep.backends.low_latency_shape import LowLatencyShape
 from cupyep.layout import RowLayout
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -90,10 +91,21 @@ class Build:
         return sass(jit.build(self.request).read_bytes())
 
 
+LOW_LATENCY = {
+    "low_latency_dispatch": Operation.LOW_LATENCY_DISPATCH,
+    "low_latency_combine": Operation.LOW_LATENCY_COMBINE,
+}
+
+
 def make_plan(
     kernel: str, hidden: int, dtype: str | np.dtype, num_ranks: int, target: Target, scale_bytes: int = 0
 ) -> plan.Plan:
     row_bytes = hidden * np.dtype(dtype).itemsize
+    if kernel in LOW_LATENCY:  # every width that the cast can take is cast, with each kind of scale
+        casts = kernel == "low_latency_dispatch" and hidden % 128 == 0
+        options = {"fp8": casts, "round_scale": casts and num_ranks != 4, "ue8m0": casts and num_ranks == 8}
+        shape = LowLatencyShape(num_ranks, 128, hidden, np.dtype(dtype), 8, 8 * num_ranks, **options)
+        return plan.low_latency_plan(LOW_LATENCY[kernel], shape)
     operation, make = {"push": (Operation.PUSH, plan.push_plan), "pull": (Operation.PULL, plan.pull_plan)}[kernel]
     shape = Shape(operation, hidden, np.dtype(dtype), RowLayout(row_bytes, 8, 8, True, scale_bytes), np.dtype("u1"))
     mover = plan.mover_of(row_bytes, target.mover, target.compute_capability)
@@ -122,6 +134,12 @@ BUILDS = (
         for j, target in enumerate(TARGETS)
     ),
     *(Build(kernel, SMALL_SM, 8, row) for kernel in ("push", "pull") for row in (ROWS[0], ROWS[2])),
+    *(
+        Build(kernel, target, RANKS[(i + j) % len(RANKS)], row)
+        for kernel in LOW_LATENCY
+        for i, row in enumerate(ROWS[:4] + ROWS[5:7])
+        for j, target in enumerate(TARGETS)
+    ),
     *(Build("count", TARGETS[(i + 1) % 4], num_ranks) for i, num_ranks in enumerate(RANKS)),
     *(Build("barrier", TARGETS[(i + 2) % 4], num_ranks) for i, num_ranks in enumerate(RANKS)),
     Build("count", TARGETS[1], 40),
@@ -252,7 +270,7 @@ def test_an_incoherent_load_would_be_found(arch):
     assert re.findall(INCOHERENT, sass(jit.compile_source("f.cu", source, arch)[0])["f"])
 
 
-@of_builds(build for build in BUILDS if build.row)
+@of_builds(build for build in BUILDS if build.row and build.kernel not in LOW_LATENCY)
 def test_bulk_copies(build):
     """One instruction per place in the source: a loop that were unrolled over lanes or ranks would show many more.
 

@@ -165,9 +165,12 @@ def bf16_bits(value: Any) -> Any:
 
 
 def e4m3_bits(value: Any) -> Any:
-    """float32 to fp8, saturating."""
-    clipped = np.clip(np.asarray(value, np.float32), -448, 448)
-    return clipped.astype(ml_dtypes.float8_e4m3fn).view(np.uint8).astype(np.uint32)
+    """float32 to e4m3, ties to even, saturated at 448, NaN 0x7F: the codes are sorted by value."""
+    magnitude = np.minimum(np.abs(np.asarray(value, np.float32)).astype(np.float64), 448)
+    exponent = np.where(magnitude < 2.0**-6, -6, np.frexp(magnitude)[1] - 1)  # below 2^-6 the spacing stays
+    steps = np.rint(np.ldexp(magnitude, 3 - exponent)).astype(np.int64)  # of 2^(exponent - 3): 8..16 for normal numbers
+    code = np.where(np.isnan(value), 0, steps + 8 * (exponent + 6)) | np.where(np.signbit(value), 0x80, 0)
+    return np.where(np.isnan(value), 0x7F, code).astype(np.uint32)
 
 
 def f16_bits(value: Any) -> Any:
@@ -253,7 +256,7 @@ def _convert(use: Operands, op: list[str], operands: list[Any]) -> Run:
     if DTYPES[of].kind == "f" and dtype.kind != "f":
         if "rni" not in op:
             raise NotImplementedError(".".join(op))
-        return lambda cta, mask: put(cta, mask, np.rint(get(cta)).astype(dtype))
+        return lambda cta, mask: put(cta, mask, np.rint(np.nan_to_num(get(cta))).astype(dtype))
     return lambda cta, mask: put(cta, mask, np.asarray(get(cta)).astype(dtype))
 
 

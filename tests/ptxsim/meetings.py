@@ -54,13 +54,15 @@ def shuffle(use: Operands, op: list[str], operands: list[Any]) -> Run:
 
 
 def match(use: Operands, op: list[str], operands: list[Any]) -> Run:
-    """match.any: which lanes of the warp have the same value."""
-    put, value = use.put(operands[0]), use.get(operands[1], op[-1])
+    """match.any.sync: the lanes that hold the same value."""
+    if op[1] != "any":
+        raise NotImplementedError(".".join(op))
+    get, put = use.get(operands[1], op[-1]), use.put(operands[0])
 
     def run(cta: Cta, mask: np.ndarray) -> None:
-        values, here = np.broadcast_to(value(cta), mask.shape).reshape(-1, 32), mask.reshape(-1, 32)
-        same = (values[:, :, None] == values[:, None, :]) & here[:, None, :]
-        put(cta, mask, np.packbits(same, axis=2, bitorder="little").view(np.uint32)[:, :, 0].reshape(-1))
+        values, taking = (np.broadcast_to(x, mask.shape).reshape(-1, 32) for x in (get(cta), mask))
+        same = (values[:, :, None] == values[:, None, :]) & taking[:, None, :]
+        put(cta, mask, np.packbits(same, axis=2, bitorder="little").view(np.uint32).ravel())
 
     return run
 

@@ -135,7 +135,7 @@ MUTANTS = [
     mutant("pull: row off by one", "ring", GATHER, "static_cast<u64>(order[word]) * cfg::kRowBytes",
            "static_cast<u64>(order[word] + 1) * cfg::kRowBytes"),
     mutant("pull: says done before it has read (no done word)", "ctas", PULL,
-           "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done"),
+           "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done", seed=1),
     mutant("pull: a CTA leaves without arriving", "ctas", PULL, "if (!arrive_last(p.sync)) return;",
            "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=1),
     # the handshake

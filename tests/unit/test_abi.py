@@ -140,7 +140,7 @@ def test_the_abort_word_gives_back_its_parts(
 
 
 def regions_of(control: layout.ControlLayout) -> list[layout.Region]:
-    names = ("state", "posts", "done", "counts")
+    names = ("state", "posts", "done", "arrivals", "counts")
     return [control.abort, *(control.region(channel, name) for channel in layout.Channel for name in names)]
 
 

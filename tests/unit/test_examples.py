@@ -61,6 +61,20 @@ def test_moe_layer_fails_when_the_error_is_too_large():
     assert "TOO LARGE (limit 1e-30)" in done.stdout
 
 
+@pytest.mark.parametrize(("launcher", "num_ranks", "options"), [("threads", 4, ["--fp8"]), ("mpi", 2, [])])
+def test_decode_loop(launcher, num_ranks, options):
+    sizes = ["--tokens=5", "--hidden=128", "--experts=8", "--topk=2", "--layers=3", "--steps=2", "--backend=numpy"]
+    done = run(*python(launcher, num_ranks), str(ROOT / "examples/decode_loop.py"), *sizes, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    kind = "fp8" if options else "bfloat16"
+    assert lines[0] == f"{num_ranks} ranks, numpy backend, {kind}; 2 x 5 tokens"
+    assert re.fullmatch(r"[\d,]+ tokens/s, [\d.]+ ms a step \(slowest rank\)", lines[2])
+    assert re.fullmatch(r"relative error [\d.]+e-\d\d against the normal mode, ok \(limit .*\)", lines[3])
+    failed = run(sys.executable, str(ROOT / "examples/decode_loop.py"), *sizes, "--tolerance", "1e-30")
+    assert failed.returncode == 1 and "TOO LARGE" in failed.stdout
+
+
 def test_sample_of_the_readme():
     code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert len(code) == 1

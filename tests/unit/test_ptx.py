@@ -101,6 +101,7 @@ SM_90 = {
     "fence_proxy_async_global()": "fence.proxy.async.global",
     "fence_mbarrier_init_release_cluster()": "fence.mbarrier_init.release.cluster",
     "out = elect_sync()": "elect.sync",
+    "out = cvt_rn_satfinite_e4m3x2_f32(n, 3.0f)": "cvt.rn.satfinite.e4m3x2.f32",
     "griddepcontrol_wait()": "griddepcontrol.wait",
     "griddepcontrol_launch_dependents()": "griddepcontrol.launch_dependents",
 }

@@ -44,6 +44,9 @@ def overlap(one: cupy.ndarray, other: cupy.ndarray) -> bool:
 
 def plain(array: Any) -> Any:
     """What kernels read: C-contiguous and 16-byte aligned, a copy if need be."""
-    if array.flags.c_contiguous and array.data.ptr % 16 == 0:
-        return array
-    return array.copy(order="C")
+    return array if is_plain(array) else array.copy(order="C")
+
+
+def is_plain(array: Any) -> bool:
+    """Whether kernels can read it where it is."""
+    return array.flags.c_contiguous and array.data.ptr % 16 == 0

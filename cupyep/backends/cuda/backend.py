@@ -8,6 +8,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda import runtime
 
 from cupyep.abi import AbortKind, Operation
 from cupyep.backends.base import Capacity, Run, Shape
@@ -20,9 +21,11 @@ from cupyep.backends.cuda.dispatch import Dispatch
 from cupyep.backends.cuda.experts import Experts
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.backends.cuda.launcher import Launcher
+from cupyep.backends.cuda.low_latency import CudaLowLatency
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
 from cupyep.comm import Communicator, LocalComm
 from cupyep.config import BufferConfig
+from cupyep.errors import PeerError
 from cupyep.layout import ControlLayout
 
 _abandoned: list[Any] = []  # what kernels of a broken group may still touch; never freed
@@ -44,6 +47,8 @@ class CudaBackend(Dispatch, Combine):
                 self._comm_stream, self._abort_stream = CommStream(), cupy.cuda.Stream(non_blocking=True)
                 self._kernels: Kernels = self._together("load kernels", lambda: devices.load(self._device, comm.size))
                 self._resize(self.capacity)
+                if config.low_latency_mode:
+                    self._low_latency = self._create_low_latency()
         except BaseException:
             devices.release(self._claim)
             raise
@@ -57,10 +62,16 @@ class CudaBackend(Dispatch, Combine):
         num_sms = cupy.cuda.Device(self._device).attributes["MultiProcessorCount"]
         self._experts = Experts(self._kernels, self._blocks, self._comm_stream.stream, num_sms)
         self._launcher = Launcher(self._arena, self._kernels, self._comm, timeout_s, self._comm_stream.stream)
-        self._comm.watch = self._launches.watch = self._launcher.check_abort
+        self._comm.watch = self._launches.watch = self._check_abort
         if old is not None:
             self._comm_stream.stream.synchronize()
             old.close(collective=True)
+
+    def _create_low_latency(self) -> CudaLowLatency:
+        with cupy.cuda.Device(self._device):
+            return CudaLowLatency(
+                self._comm, self._launches, self._config, self._claim, self._kernels, self._comm_stream, self._fail
+            )
 
     def _load(self, shape: Shape) -> None:
         self._together("load kernels", lambda: self._kernels.load(shape))
@@ -144,10 +155,23 @@ class CudaBackend(Dispatch, Combine):
         with cupy.cuda.Device(self._device):
             self._host_wait(self._comm_stream.record())
             self._launcher.check()
-            self._launcher.check_abort()
+            if self._low_latency:
+                runtime.deviceSynchronize()  # its kernels run on the caller's streams
+            self._check_abort()
+
+    def _check_abort(self) -> None:
+        """Raises if a rank has left for good."""
+        self._launcher.check_abort()
+        if self._low_latency:
+            self._low_latency.check()
+
+    def _fail(self, error: PeerError) -> None:
+        self.broken = error
 
     def abort(self) -> None:
         with cupy.cuda.Device(self._device):
+            if self._low_latency:
+                self._low_latency.abort()
             self._launcher.abort(AbortKind.RAISED, self._comm.rank, self._abort_stream)
             self._abort_stream.synchronize()
 
@@ -156,7 +180,9 @@ class CudaBackend(Dispatch, Combine):
         with cupy.cuda.Device(self._device):
             if not collective:
                 self._let_kernels_leave()
-                _abandoned.append((self._launcher, self._arena))
+                _abandoned.append((self._launcher, self._arena, self._low_latency))
+            if self._low_latency:
+                self._low_latency.close(collective=collective)
             self._arena.close(collective=collective)
         self._comm.watch = self._launches.watch = None  # or communicator, launcher and arena would be a cycle
         if collective:

@@ -91,6 +91,11 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     return claim
 
 
+def whole_share(claim: Claim) -> int:
+    """The SMs of the claim's device for each of its ranks, whatever budgets there are."""
+    return max(1, runtime.getDeviceProperties(claim.device)["multiProcessorCount"] // claim.ranks_per_device)
+
+
 def default_budget(available: int, machine: model.Machine, num_ranks: int, ranks_per_device: int) -> int:
     """The SMs that a Buffer takes of those `available` to its rank.
 

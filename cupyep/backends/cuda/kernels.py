@@ -11,6 +11,7 @@ from cupy.cuda import driver
 from cupyep import abi
 from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan
+from cupyep.backends.low_latency_shape import LowLatencyShape
 from cupyep.structs import Struct
 
 
@@ -29,6 +30,12 @@ class Call:
         """Sets fields of the struct itself."""
         for name, value in fields.items():
             self._record[name] = value
+
+    def within(self, part: str, **fields: int) -> None:
+        """Sets fields of an inner struct."""
+        inner = self._record[part]
+        for name, value in fields.items():
+            inner[name] = value
 
     def post(self, signature: dict[str, int], **fields: int) -> None:
         """Sets fields of the struct's Post."""
@@ -107,3 +114,14 @@ class Kernels:
     def of(self, shape: Shape) -> Kernel:
         """The kernel of a shape that was loaded."""
         return self._by_shape[self._key(shape)]
+
+    def load_low_latency(self, operation: abi.Operation, shape: LowLatencyShape) -> None:
+        """Makes `low_latency(operation, shape)` ready."""
+        chosen, name = plan.low_latency_plan(operation, shape), operation.verb
+        module = jit.load(jit.build(self._request(name, chosen.constants)))
+        function = jit.function(module, name, chosen.smem_bytes)
+        self._by_shape[operation, shape] = Kernel(function, chosen.num_threads, chosen.smem_bytes)
+
+    def low_latency(self, operation: abi.Operation, shape: LowLatencyShape) -> Kernel:
+        """The kernel of a shape that was loaded."""
+        return self._by_shape[operation, shape]

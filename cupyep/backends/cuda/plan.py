@@ -9,8 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from cupyep import abi, checks, layout
+from cupyep import abi, checks, layout, low_latency_abi
 from cupyep.backends.base import Shape
+from cupyep.backends.low_latency_shape import EXPERT_BITS, LowLatencyShape
 from cupyep.structs import emit
 
 _STATIC_BYTES = 1024  # what the kernels declare themselves, beside the tables by rank
@@ -30,7 +31,8 @@ def prelude(num_ranks: int, constants: dict[str, int] | None = None) -> str:
     """What every kernel source starts with: layout, enumerators, structs, and `constants` of this kernel."""
     control, host = layout.ControlLayout(num_ranks), layout.HostLayout(num_ranks)
     everything = {**control.constants(), **host.constants(), **abi.enum_constants(), **(constants or {})}
-    return emit(everything, (layout.CHANNEL_STATE, layout.HOST_RECORD, *abi.KERNEL_STRUCTS))
+    structs = (*abi.KERNEL_STRUCTS, *low_latency_abi.KERNEL_STRUCTS)
+    return emit(everything, (layout.CHANNEL_STATE, layout.HOST_RECORD, *structs))
 
 
 def mover_of(row_bytes: int, requested: str, compute_capability: int) -> str:
@@ -153,3 +155,34 @@ def reduce_plan(hidden: int, local_dtype: Any, wire_dtype: Any) -> Plan:
         "kHidden": hidden,
     }
     return Plan(constants, 256, 0)
+
+
+def low_latency_plan(operation: abi.Operation, shape: LowLatencyShape) -> Plan:
+    """LOW_LATENCY_*: warps that each take shares of rows, in registers; many small shares, as a batch has few rows.
+
+    A share is kVecsPerLane vectors for each lane, and as many groups of 16 values where rows are cast. More than two do
+    not fit into 64 registers without spills, and two CTAs must fit on an SM: a dispatch and a combine may be under way
+    together on all of them, each waiting for its peers.
+    """
+    num_topk, num_tokens = shape.num_topk, shape.max_tokens
+    row_bytes = shape.hidden * shape.dtype.itemsize
+    vecs = math.ceil(shape.wire_bytes / (32 * math.gcd(shape.wire_bytes, 16)))  # for each lane to move a row
+    constants = {
+        "kDType": int(checks.DTYPES[shape.dtype]),
+        "kHidden": shape.hidden,
+        "kRowBytes": row_bytes,
+        "kVecBytes": math.gcd(row_bytes, 16),
+        "kWireBytes": shape.wire_bytes,
+        "kWireVecBytes": math.gcd(shape.wire_bytes, 16),
+        "kFp8": int(shape.fp8),
+        "kRoundScale": int(shape.round_scale),
+        "kUe8m0": int(shape.ue8m0),
+        "kScaleWords": shape.num_scale_words,
+        "kExpertBits": EXPERT_BITS,
+        "kVecsPerLane": 2,
+        "kParts": math.ceil(vecs / 2),
+        "kThreads": 512,
+    }
+    words = shape.num_experts + num_tokens * math.ceil(shape.num_ranks / 32)  # of Ids; the receive half takes fewer
+    smem = 4 * words + 2 * num_tokens * num_topk if operation == abi.Operation.LOW_LATENCY_DISPATCH else 0
+    return Plan(constants, 512, smem)

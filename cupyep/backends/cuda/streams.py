@@ -19,8 +19,12 @@ class CudaEvent(EventOverlap):
     def __init__(self, event: cupy.cuda.Event, check: Any) -> None:
         self.event, self._check = event, check
 
+    def wait_on(self, stream: cupy.cuda.Stream) -> None:
+        """Orders what `stream` gets from now on behind it. The host does not wait."""
+        stream.wait_event(self.event)
+
     def current_stream_wait(self) -> None:
-        cupy.cuda.get_current_stream().wait_event(self.event)
+        self.wait_on(cupy.cuda.get_current_stream())
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -40,8 +44,10 @@ class CommStream:
             self._kept.popleft()
         if previous is None:
             self.follow(current)
+        elif isinstance(previous, CudaEvent):
+            previous.wait_on(self.stream)
         else:
-            self.stream.wait_event(previous.event if isinstance(previous, CudaEvent) else previous)
+            self.stream.wait_event(previous)
 
     def keep(self, event: cupy.cuda.Event, used: Any) -> None:
         """Holds `used`, what our kernels read and write, until `event` has come, as far as anybody looks."""

@@ -17,6 +17,7 @@ from cupyep.backends.base import Backend, Capacity, Form, Outputs, Run, Shape, T
 from cupyep.backends.numpy import routing
 from cupyep.backends.numpy.arrays import asarray, aswritable
 from cupyep.backends.numpy.experts import arrange, expand, reduce
+from cupyep.backends.numpy.low_latency import NumpyLowLatency
 from cupyep.backends.numpy.memory import create_arena
 from cupyep.backends.numpy.operations import Operations
 from cupyep.backends.numpy.routing import NumpyHandle
@@ -37,15 +38,20 @@ class NumpyBackend(Backend):
         self._control = ControlLayout(comm.size)
         self._handle_ids = itertools.count(1)
         self._resize(self.capacity)
+        if config.low_latency_mode:
+            self._low_latency = self._create_low_latency()
 
     def _resize(self, capacity: Capacity) -> None:
         timeout_s = self._config.timeout_s
         self._arena = create_arena(self._comm, self._control.initial(), capacity.heap_bytes, timeout_s)
         self._operations = Operations(self._arena, self._control, self._comm, timeout_s)
-        self._comm.watch = self._operations.check
+        self._comm.watch = self.check
 
     def _load(self, shape: Shape) -> None:
         pass  # nothing to compile
+
+    def _create_low_latency(self) -> NumpyLowLatency:
+        return NumpyLowLatency(self._comm, self._config)
 
     def asarray(self, name: str, value: Any) -> np.ndarray:
         return asarray(name, value)
@@ -134,11 +140,17 @@ class NumpyBackend(Backend):
 
     def check(self) -> None:
         self._operations.check()
+        if self._low_latency:
+            self._low_latency.check()
 
     def abort(self) -> None:
         self._operations.abort()
+        if self._low_latency:
+            self._low_latency.abort()
 
     def close(self, *, collective: bool) -> None:
+        if self._low_latency:
+            self._low_latency.close(collective=collective)
         if collective:
             self._comm.barrier(operation="close", timeout_s=self._config.timeout_s)
             self._comm.free()

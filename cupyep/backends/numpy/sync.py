@@ -141,7 +141,7 @@ class Channel:
     def _reached(self, seen: int) -> bool:
         return (seen - self.epoch) & 0xFFFFFFFF < 0x80000000  # epochs wrap
 
-    def _wait(self, words: np.ndarray, index: int, peer: int, reached: Callable[[int], bool] | None = None) -> None:
+    def _wait(self, words: np.ndarray, index: int, peer: int, reached: Callable[[int], bool] | None = None) -> bool:
         reached = reached or self._reached
         start = time.monotonic()
         while not reached(int(words[index])):
@@ -151,12 +151,17 @@ class Channel:
                 self.check_abort()
             waited = time.monotonic() - start
             if self._timeout_s is not None and waited >= self._timeout_s:
-                self.abort(AbortKind.TIMEOUT, peer)
-                self.check_abort(waited)
+                self._late(peer, waited)
+                return False
             if waited < 0.002:
                 os.sched_yield()  # ranks may outnumber cores: a bare spin costs a time slice per handshake
             else:
                 time.sleep(0.0002)
+        return True
+
+    def _late(self, peer: int, waited_s: float) -> None:
+        self.abort(AbortKind.TIMEOUT, peer)
+        self.check_abort(waited_s)
 
     def check_abort(self, waited_s: float | None = None) -> None:
         """Raises the error that the first rank to leave has broadcast, if any."""

@@ -1,0 +1,122 @@
+// LOW_LATENCY_COMBINE: each of our tokens becomes the weighted sum of its experts' rows.
+//
+//   in    x [experts][ranks * max_tokens] rows, the experts' outputs; the tables of the dispatch; topk_weights if they did
+//         not travel with the dispatch, else 0
+//   send  first our weights to every peer, if they have to travel, and the wait for theirs; then for each token that we
+//         received: sum over its experts here, by ascending column, of weight * row, in fp32, rounded once to kDType: one
+//         row per token and rank, into the token's place of our part of its home's region
+//   out   out [num_tokens]: sum of a token's rows in fp32 by ascending rank, from +0, rounded once
+//   sync  await_consumed (H7), publish (H8, H9), await_arrivals (H5), leave: see low_latency.cuh
+//   moves a row once from memory per expert, once over the link per rank, once out of the region
+//
+// One launch does both halves, or two launches one each.
+#include <cupyep/low_latency.cuh>
+
+using namespace cupyep;
+using Params = LowLatencyCombineParams;
+
+constexpr int kPerVec = kElements<cfg::kDType, cfg::kVecBytes>;
+constexpr u32 kOperation = cfg::kOperationLowLatencyCombine;
+
+// The weights of `source`'s tokens in our region, by token.
+__device__ __forceinline__ float* weights_of(const Params& p, u8* region, u32 source) {
+  return reinterpret_cast<float*>(region + p.ll.side_offset) + static_cast<u64>(source) * p.ll.max_tokens * p.ll.num_topk;
+}
+
+// Every CTA, all threads: our weights to every peer, then until theirs are here. False: leave.
+__device__ bool exchange_weights(const Params& p, const bool* goes, u32 epoch) {
+  __shared__ u32 came[cfg::kNumRanks];
+  const u32 num_words = p.ll.num_tokens * p.ll.num_topk;
+  for (u32 peer = 0; peer < cfg::kNumRanks; ++peer) {
+    float* to = weights_of(p, region(p.sync, p.ll, peer), p.sync.rank);
+    for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < num_words && goes[peer]; i += gridDim.x * blockDim.x) {
+      to[i] = reinterpret_cast<const float*>(p.topk_weights)[i];
+    }
+  }
+  publish(p.sync, p.ll, cfg::kArrivalWeights, epoch, nullptr);
+  return await_arrivals(p.sync, p.ll, cfg::kArrivalWeights, kOperation, epoch, came);
+}
+
+// The send half, every CTA, all threads. False: leave.
+__device__ bool send(const Params& p, u32 epoch) {
+  __shared__ bool goes[cfg::kNumRanks];
+  __shared__ u32 num_rows[cfg::kNumRanks], starts[cfg::kNumRanks + 1];
+  const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk;
+  if (!await_consumed(p.sync, p.ll, kOperation, epoch, goes)) return false;
+  if (p.topk_weights != 0 && !exchange_weights(p, goes, epoch)) return false;
+  for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
+    num_rows[rank] = reinterpret_cast<const u32*>(p.tables.num_rows)[rank];
+  }
+  __syncthreads();
+  sum_up(num_rows, starts);
+
+  u8* ours = region(p.sync, p.ll, p.sync.rank);
+  for (u32 unit = warp_index(); unit < starts[cfg::kNumRanks] * cfg::kParts; unit += num_warps()) {
+    const u32 number = unit / cfg::kParts, part = unit % cfg::kParts;
+    const u32 home = source_of(starts, number), row = home * p.ll.max_tokens + number - starts[home];
+    if (!goes[home]) continue;
+    const u32 token = reinterpret_cast<const u32*>(p.tables.tokens)[row];
+    const float* weights = p.topk_weights != 0 ? weights_of(p, ours, home) + static_cast<u64>(token) * num_topk
+                                               : reinterpret_cast<const float*>(p.tables.weights) + static_cast<u64>(row) * num_topk;
+    u32 position = kNone;
+    float weight = 0.0f;
+    if (lane < num_topk) {
+      position = reinterpret_cast<const u32*>(p.tables.positions)[static_cast<u64>(row) * num_topk + lane];
+      weight = weights[lane];
+    }
+    float sums[kBatch][kPerVec] = {};
+    for (u32 left = __ballot_sync(kAll, position != kNone); left != 0; left &= left - 1) {
+      const u64 from = __shfl_sync(kAll, position, __ffs(left) - 1);
+      const float factor = __shfl_sync(kAll, weight, __ffs(left) - 1);
+      Vec batch[kBatch] = {};
+      load_part<cfg::kVecBytes, cfg::kRowBytes>(batch, reinterpret_cast<const u8*>(p.x) + from * cfg::kRowBytes, part);
+#pragma unroll
+      for (u32 j = 0; j < kBatch; ++j) accumulate_weighted<cfg::kDType>(sums[j], batch[j], factor);
+    }
+    Vec batch[kBatch];
+#pragma unroll
+    for (u32 j = 0; j < kBatch; ++j) batch[j] = rounded<cfg::kDType, cfg::kVecBytes>(sums[j]);
+    const u64 there = static_cast<u64>(p.sync.rank) * p.ll.max_tokens + token;
+    store_part<cfg::kVecBytes, cfg::kRowBytes>(batch, region(p.sync, p.ll, home) + there * cfg::kRowBytes, part);
+  }
+  publish(p.sync, p.ll, cfg::kArrivalRows, epoch, num_rows);
+  return true;
+}
+
+// The receive half, every CTA, all threads. False: leave.
+__device__ bool receive(const Params& p, u32 epoch) {
+  __shared__ u32 came[cfg::kNumRanks];
+  if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows, kOperation, epoch, came)) return false;
+  u8* ours = region(p.sync, p.ll, p.sync.rank);
+  for (u32 unit = warp_index(); unit < p.ll.num_tokens * cfg::kParts; unit += num_warps()) {
+    const u32 token = unit / cfg::kParts, part = unit % cfg::kParts;
+    float sums[kBatch][kPerVec] = {};
+    for (u32 word = 0; word < kRankWords; ++word) {
+      for (u32 left = reinterpret_cast<const u32*>(p.tables.token_ranks)[token * kRankWords + word]; left != 0; left &= left - 1) {
+        const u32 rank = word * 32 + __ffs(left) - 1;
+        if (!came[rank]) continue;
+        const u64 row = static_cast<u64>(rank) * p.ll.max_tokens + token;
+        Vec batch[kBatch] = {};
+        load_part<cfg::kVecBytes, cfg::kRowBytes>(batch, ours + row * cfg::kRowBytes, part);
+#pragma unroll
+        for (u32 j = 0; j < kBatch; ++j) accumulate<cfg::kDType>(sums[j], batch[j]);
+      }
+    }
+    Vec batch[kBatch];
+#pragma unroll
+    for (u32 j = 0; j < kBatch; ++j) batch[j] = rounded<cfg::kDType, cfg::kVecBytes>(sums[j]);
+    store_part<cfg::kVecBytes, cfg::kRowBytes>(batch, reinterpret_cast<u8*>(p.out) + static_cast<u64>(token) * cfg::kRowBytes, part);
+  }
+  return true;
+}
+
+extern "C" __global__ void __launch_bounds__(cfg::kThreads, 2) low_latency_combine(const __grid_constant__ Params p) {
+  u32 epoch = ptx::ld_relaxed_gpu(&channel_state(p.sync)->epoch) + 1;
+  bool well = true;
+  if (p.ll.phases & cfg::kPhaseSend) {
+    epoch = begin(p.sync, kOperation);
+    well = send(p, epoch);
+  }
+  if (well && p.ll.phases & cfg::kPhaseReceive) receive(p, epoch);
+  leave(p.sync, p.ll, 1, epoch);
+}

@@ -1,0 +1,204 @@
+"""Faults in the low-latency kernels, one at a time, each with the schedule that shows it, as in mutants.py.
+
+`python -m ptxsim.mutants_low_latency`, started in tests, looks for the seeds anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from cases import Case
+from multirank.low_latency import Job
+
+from ptxsim import low_latency
+from ptxsim.low_latency import Run
+from ptxsim.mutants import Mutant, mutant
+from ptxsim.sources import PatchError
+
+_TWO = Job(Case(num_ranks=2, hidden=32, num_topk=2, tokens=(5, 4), num_local_experts=2, dtype="bfloat16"))
+_THREE = Job(replace(_TWO.case, num_ranks=3, tokens=(3, 0, 4), num_topk=3), travel=False)
+RUNS = {
+    "two": Run(_TWO, rounds=3),
+    "halves": Run(replace(_TWO, split=True), rounds=2, slots=2, overlap=True),
+    "three": Run(_THREE, rounds=2),
+    "ahead": Run(replace(_TWO, travel=False), rounds=3, num_ctas=2, dispatches_only=True),
+    "ctas": Run(replace(_THREE, case=replace(_THREE.case, tokens=(9, 8, 9))), num_ctas=3),
+    "fp8": Run(Job(replace(_TWO.case, hidden=256), fp8="plain"), num_ctas=1),
+    "round": Run(Job(replace(_TWO.case, hidden=512), fp8="ue8m0"), num_ctas=1),
+    "absent": Run(_THREE, absent=(1, "dispatch")),
+    "duplicates": Run(replace(_TWO, case=replace(_TWO.case, num_topk=4, routing="duplicates"))),
+    "many": Run(replace(_TWO, case=replace(_TWO.case, tokens=(40, 37))), num_ctas=1),
+}
+LL, IDS, FP8, SYNC = (f"cupyep/{name}.cuh" for name in ("low_latency", "low_latency_ids", "fp8", "sync"))
+DISPATCH, COMBINE = (f"kernels/low_latency_{verb}.cu" for verb in ("dispatch", "combine"))
+_PUBLISH = "ptx::st_release_sys(arrival_word(sync, peer, sync.rank, kind), word);"
+_RESET = "if (threadIdx.x == 0) ptx::st_relaxed_gpu(sent, 0u);"
+
+MUTANTS = [
+    # the handshake
+    mutant("publish: release turned relaxed (H8)", "two", LL, _PUBLISH, _PUBLISH.replace("release", "relaxed")),
+    mutant("publish: release at gpu scope", "two", LL, _PUBLISH, _PUBLISH.replace("_sys", "_gpu")),
+    mutant(
+        "publish: every CTA tells (H9)",
+        "ctas",
+        LL,
+        "if (!arrive_last(sent) ||",
+        "if (arrive_last(sent) && false ||",
+        seed=1,
+    ),
+    mutant("publish: arrivals not reset", "two", LL, _RESET),
+    mutant(
+        "arrivals: acquire turned relaxed (H5)",
+        "two",
+        LL,
+        "seen = ptx::ld_acquire_sys(word);\n    if (static",
+        "seen = ptx::ld_relaxed_sys(word);\n    if (static",
+    ),
+    mutant(
+        "arrivals: not waited for",
+        "two",
+        LL,
+        "if (static_cast<int>(epoch_of(seen) - epoch) >= 0) return kCame;",
+        "if (sizeof(Word) == 8 || static_cast<int>(epoch_of(seen) - epoch) >= 0) return kCame;",
+    ),
+    mutant(
+        "arrivals: no barrier behind the wait",
+        "three",
+        LL,
+        "& 0xffffu : 0;\n    well &= outcome != kLeft;\n  }\n  return __syncthreads_and(well);",
+        "& 0xffffu : 0;\n    well &= outcome != kLeft;\n  }\n  return well;",
+    ),
+    mutant(
+        "arrivals: any epoch will do",
+        "two",
+        LL,
+        "static_cast<int>(epoch_of(seen) - epoch) >= 0",
+        "static_cast<int>(epoch_of(seen) - epoch) >= -1",
+    ),
+    mutant(
+        "consumed: not waited for (H7)",
+        "ahead",
+        LL,
+        "operation, peer, epoch - 1, seen);",
+        "operation, peer, epoch - 9, seen);",
+        seed=3,
+    ),
+    mutant(
+        "leave: the first CTA tells",
+        "ahead",
+        LL,
+        "if (!arrive_last(sync)) return;\n  const bool receives",
+        "if (arrive_last(sync) == (gridDim.x > 1)) return;\n  const bool receives",
+        seed=12,
+    ),
+    mutant("leave: done word of a send half", "halves", LL, "ll.phases & cfg::kPhaseReceive;", "true;"),
+    mutant(
+        "leave: arrivals of a send half not reset",
+        "halves",
+        LL,
+        "if (threadIdx.x == 0) ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);",
+        ";",
+        seed=37,
+    ),
+    mutant(
+        "arrive: no barrier before it (H9)",
+        "three",
+        SYNC,
+        "have released.\n  __syncthreads();\n  if (threadIdx",
+        "have released.\n  if (threadIdx",
+    ),
+    mutant("late peers: nobody leaves", "absent", LL, "if (start == kLeave) return kLeft;"),
+    # rows
+    mutant(
+        "dispatch: ids read without a barrier",
+        "many",
+        IDS,
+        "    }\n  }\n  __syncthreads();\n  for (u32 rank = threadIdx.x / 32",
+        "    }\n  }\n  for (u32 rank = threadIdx.x / 32",
+    ),
+    mutant(
+        "dispatch: rank bits cleared without a barrier",
+        "many",
+        IDS,
+        "ids.ranks[i] = 0;\n  __syncthreads();",
+        "ids.ranks[i] = 0;",
+    ),
+    mutant(
+        "dispatch: place of a row off by one",
+        "two",
+        IDS,
+        "earlier += __popc(__ballot_sync(kAll, base + lane < token &&",
+        "earlier += __popc(__ballot_sync(kAll, base + lane <= token &&",
+    ),
+    mutant(
+        "dispatch: place at the expert counts 32 tokens only",
+        "many",
+        IDS,
+        "for (u32 base = 0; base < token; base += 32) {\n      bool",
+        "for (u32 base = 0; base < token && base < 32; base += 32) {\n      bool",
+    ),
+    mutant(
+        "dispatch: an expert listed twice counts twice",
+        "duplicates",
+        IDS,
+        "is_new &= ids.experts[j] != ids.experts[i];",
+        "",
+    ),
+    mutant(
+        "dispatch: rows of earlier sources not counted",
+        "two",
+        DISPATCH,
+        "begin[source * num_local + expert] = sum;",
+        "begin[source * num_local + expert] = 0;",
+    ),
+    mutant(
+        "dispatch: meta of the first token only",
+        "two",
+        DISPATCH,
+        "if (lane == 0) to[0] = token;",
+        "if (lane == 0) to[0] = 0;",
+    ),
+    mutant(
+        "combine: peers' weights not waited for",
+        "three",
+        COMBINE,
+        "return await_arrivals(p.sync, p.ll, cfg::kArrivalWeights, kOperation, epoch, came);",
+        "return true;",
+    ),
+    mutant("combine: weights of another column", "two", COMBINE, "weight = weights[lane];", "weight = weights[0];"),
+    mutant(
+        "combine: place by row instead of token",
+        "two",
+        COMBINE,
+        "max_tokens + token;\n    store_part",
+        "max_tokens + number;\n    store_part",
+    ),
+    mutant("combine: first rank left out", "two", COMBINE, "if (!came[rank]) continue;", "if (rank == 0) continue;"),
+    # the cast
+    mutant("fp8: amax of 64 values", "fp8", DISPATCH, "distance < 8; distance *= 2", "distance < 4; distance *= 2"),
+    mutant("fp8: scale rounded down", "round", FP8, "+ 0x7fffffu)", "+ 0u)"),
+    mutant(
+        "fp8: scale words in reverse",
+        "round",
+        DISPATCH,
+        "(word >> 23) << lane / 8 * 8;",
+        "(word >> 23) << (3 - lane / 8) * 8;",
+    ),
+]
+
+
+def symptom(what: Mutant, seed: int) -> str | None:
+    """What goes wrong under this schedule, or None. Raises PatchError where the fault is none."""
+    try:
+        low_latency.run(replace(RUNS[what.job], patch=what.patch), seed)
+    except PatchError:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+if __name__ == "__main__":
+    for each in MUTANTS[int(sys.argv[1]) :]:
+        print(f"{each.name}: {next((seed for seed in range(20) if symptom(each, seed)), None)}", flush=True)
