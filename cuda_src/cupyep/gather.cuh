@@ -139,10 +139,10 @@ class TmaGather {
             wait_empty(empty + slot * 8, phase);
             if (lane == 0) {
               kind_[slot] = num_left == 0 ? num_rows | kLast : num_rows;
-              // sync(row.load) RELEASE.cluster: the copies' last acts complete the bytes of full (H1). Read by: add.
               ptx::mbarrier_arrive_expect_tx(full_ + slot, num_rows * bytes);
             }
             __syncwarp();
+            // sync(row.load) RELEASE.cluster: the copies' last acts complete the bytes of full (H1). Read by: add.
             if (takes) {  // the peer's row may be read: acquire and proxy fence were in wait_posts (H5)
               ptx::cp_async_bulk_g2s(ring_ + slot * kStageBytes + place * cfg::kSlotBytes,
                                      from.rows[rank + word * 32] + static_cast<u64>(order[word]) * cfg::kRowBytes + offset,
