@@ -210,7 +210,8 @@ def simulated(num_ranks: int, mover: str = "tma", seed: int = 0) -> Iterator[Mac
         (arena, {"align": lambda num_bytes, alignment=128: layout.align(num_bytes)}),
         (devices, {
             "choose": lambda *_: devices.Claim(0, 2, 1, frozenset()), "release": lambda *_: None,
-            "machine": lambda device: model.Machine(), "load": lambda device, num_ranks: SimulatedKernels(machine, num_ranks),
+            "machine": lambda device: model.Machine(),
+            "load": lambda device, num_ranks: SimulatedKernels(machine, num_ranks),
         }),
         (backends, {"cuda_usable": lambda: True, "rank_context": None}),
         (backend, dict.fromkeys(("asarray", "aswritable"), lambda name, value: value)),
