@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,13 @@ from multirank import launch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="200 schedules of every interpreted case instead of a few")
     parser.addoption("--backend", choices=["numpy", "cuda"], default="numpy", help="of the tests marked backend")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long"):
+        os.environ.setdefault("CUPYEP_PTXSIM_SEEDS", "200")
     config.addinivalue_line("markers", "backend: runs the backend that --backend names (set by using the fixture)")
 
 

@@ -46,6 +46,7 @@ class TmaMover {
     if (walk.count > 0 && threadIdx.x % 32 == 0) {
       for (u32 stage = 0; stage < cfg::kStages; ++stage) ptx::mbarrier_init(full_ + stage, 1);
       ptx::fence_mbarrier_init_release_cluster();  // H6; the warp barrier below hands it to the lanes that wait
+#pragma unroll 1
       for (u32 i = 0; i < cfg::kStages && i < walk.count; ++i) load(i);
     }
     issued_ = walk.count < cfg::kStages ? walk.count : cfg::kStages;

@@ -20,7 +20,7 @@ struct Destinations {
   u32 capacity[cfg::kNumRanks];  // rows that the block holds
 };
 
-constexpr u32 kSideBatch = 8;  // tokens that a lane has under way
+constexpr u32 kSideBatch = cfg::kMover == cfg::kMoverTma ? 8 : 4;  // tokens that a lane has under way
 
 // All of our CTA's tokens, `per_turn` side by side: this lane takes number `mine` of each turn (per_turn: none). Calls
 // load(j, token) for kSideBatch tokens, then store(j, rank, row) for every rank that gets one of them. Past the end the

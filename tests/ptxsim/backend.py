@@ -22,7 +22,7 @@ import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from cupyep import backends, layout
+from cupyep import backends, layout, model
 from cupyep.backends.cuda import arena, backend, devices, kernels, plan, session
 from ptxsim.harness import ARCH, Pinned, small
 from ptxsim.memory import Space
@@ -209,7 +209,8 @@ def simulated(num_ranks: int, mover: str = "tma", seed: int = 0) -> Iterator[Mac
         }),
         (arena, {"align": lambda num_bytes, alignment=128: layout.align(num_bytes)}),
         (devices, {
-            "choose": lambda *_: (0, 2), "release": lambda *_: None,
+            "choose": lambda *_: devices.Claim(0, 2, 1, frozenset()), "release": lambda *_: None,
+            "machine": lambda device: model.Machine(),
             "load": lambda device, num_ranks: SimulatedKernels(machine, num_ranks),
         }),
         (backends, {"cuda_usable": lambda: True, "rank_context": None}),

@@ -212,8 +212,10 @@ def captured(rank: Rank) -> None:
     usual(rank)
     assert rank.buffer._backend._arena.largest < free, "a graph's blocks were given back"
     machine.wait()
-    for number, destructor in USER_OBJECTS:
+    while USER_OBJECTS:  # the ranks' together; each is destroyed once
+        number, destructor = USER_OBJECTS.pop()
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(destructor)(number)
+    machine.wait()
     rank.buffer.empty(1, np.uint8)
     machine.wait()
     assert rank.buffer._backend._arena.largest == free

@@ -1,6 +1,6 @@
 """COUNT, PUSH and PULL as NVRTC compiles them, dispatch and combine against the oracle, under many schedules.
 
-`CUPYEP_PTXSIM_SEEDS=200 pytest tests/ptxsim` runs more than the five schedules of every case.
+`pytest --long tests/ptxsim` runs 200 schedules of every case instead of five.
 """
 
 from __future__ import annotations
