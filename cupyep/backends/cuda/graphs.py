@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 import cupy
@@ -13,6 +14,7 @@ _libc = ctypes.CDLL(None)
 _libc.malloc.restype = ctypes.c_void_p
 _SEMAPHORE_BYTES = 64  # room for a sem_t
 _pinned: dict[int, Any] = {}  # by the address of a semaphore that CUDA posts when the graph is gone
+_pinned_lock = threading.Lock()
 
 
 def pin(stream: cupy.cuda.Stream, objects: Any) -> None:
@@ -29,7 +31,8 @@ def pin(stream: cupy.cuda.Stream, objects: Any) -> None:
     _, _, graph, *_ = _checked(driver.cuStreamGetCaptureInfo(stream.ptr))
     semaphore = _libc.malloc(_SEMAPHORE_BYTES)
     _libc.sem_init(ctypes.c_void_p(semaphore), 0, 0)
-    _pinned[semaphore] = objects
+    with _pinned_lock:
+        _pinned[semaphore] = objects
     no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
     destructor = driver.CUhostFn(ctypes.cast(_libc.sem_post, ctypes.c_void_p).value)
     (user_object,) = _checked(driver.cuUserObjectCreate(semaphore, destructor, 1, int(no_sync)))
@@ -39,10 +42,11 @@ def pin(stream: cupy.cuda.Stream, objects: Any) -> None:
 
 def release_unused() -> None:
     """Lets go of what only graphs used that are gone."""
-    for semaphore in list(_pinned):  # ranks may be threads: one of them takes the post
-        if _libc.sem_trywait(ctypes.c_void_p(semaphore)) == 0:
-            _pinned.pop(semaphore)
-            _libc.free(ctypes.c_void_p(semaphore))
+    with _pinned_lock:  # ranks may be threads
+        for semaphore in list(_pinned):
+            if _libc.sem_trywait(ctypes.c_void_p(semaphore)) == 0:
+                _pinned.pop(semaphore)
+                _libc.free(ctypes.c_void_p(semaphore))
 
 
 def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
