@@ -16,6 +16,11 @@ import cupyep
 from cupyep import env
 
 
+def small_case(**fields: Any) -> Case:
+    """A Case with few tokens, unless fields say otherwise."""
+    return Case(**{"num_local_experts": 3, "hidden": 128, "dtype": "bfloat16", "num_topk": 4, "tokens": 9, **fields})
+
+
 @dataclass(frozen=True)
 class Job:
     """A Case and the mode's own options. extra: how many more tokens than the most are allowed for."""
