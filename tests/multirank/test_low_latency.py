@@ -6,9 +6,10 @@ import random
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from multirank import launch, low_latency
-from multirank.checks import asnumpy
+from multirank.checks import asnumpy, assert_bits, namespace
 from multirank.low_latency import Job, open_buffer
 from multirank.low_latency import small_case as case
 
@@ -113,6 +114,28 @@ def overlap(comm, backend):
 def test_dispatch_and_combine_overlap(run_ranks, backend):
     """Tokens are equal in all batches, so that one shape serves all."""
     run_ranks(3, overlap, backend)
+
+
+def both_modes(comm, backend):
+    """A normal dispatch behind the event of a low-latency one whose combine is yet to come."""
+    xp, jobs = namespace(backend), [replace(JOBS["bf16"], async_finish=late) for late in (True, False)]
+    with open_buffer(comm, backend) as buffer:
+        for job in (*jobs, *jobs):
+            inputs = [job.inputs(rank) for rank in range(comm.size)]
+            x, idx, weights = (xp.asarray(array) for array in inputs[comm.rank])
+            sent = low_latency.dispatch(buffer, job, backend)
+            received = buffer.dispatch(x, idx, weights, num_experts=job.case.num_experts, previous_event=sent.event)
+            received.event.synchronize()
+            rows = [x[(idx // job.case.num_local_experts == comm.rank).any(1)] for x, idx, _ in inputs]
+            assert_bits("recv_x of the normal mode", received.recv_x, np.concatenate(rows))
+            low_latency.check_dispatch(sent, job, comm.rank)
+            answer = low_latency.combine(buffer, job, backend, sent.handle)
+            low_latency.finish(answer)
+            low_latency.check_combine(answer, job, comm.rank)
+
+
+def test_both_modes_in_one_buffer(run_ranks, backend):
+    run_ranks(2, both_modes, backend)
 
 
 def both_open(comm, backend):
