@@ -44,10 +44,10 @@ def steps(tokens: list[int], hidden: int, *, quick: bool) -> list[Step]:
     modes = ("--mode", *(mode for mode in ("bf16", "fp8") if mode in MODES))
     row_bytes = ("--row-bytes", str(MODES["bf16"].row_bytes(hidden)))
     return [
-        Step("ceilings of one GPU", ("ceilings", "--sms", "1", "8", "32", "132", *row_bytes), 60, alone=True),
-        Step("ceilings between GPUs", ("ceilings", "--peer", "--sms", *sms, *row_bytes), 90),
-        Step("barrier and small batches", ("barrier", "--hidden", str(hidden)), 60),
         Step("dispatch and combine", ("ep", *modes, "--sms", *sms, *case), 180),
+        Step("barrier and small batches", ("barrier", "--hidden", str(hidden)), 60),
+        Step("ceilings between GPUs", ("ceilings", "--peer", "--sms", *sms, *row_bytes), 90),
+        Step("ceilings of one GPU", ("ceilings", "--sms", "1", "8", "32", "132", *row_bytes), 60, alone=True),
         Step("what one would do instead", ("baseline", *case), 90),
     ]
 

@@ -114,5 +114,5 @@ def test_steps_of_multi_gpu_are_valid_commands():
     for step in multi_gpu.steps([128, 4096], 7168, quick=False):
         arguments = __main__.parser().parse_args([*step.arguments, "--backend", "auto", "--json", "x", "--ranks", "2"])
         parsed.append(arguments.run.__name__)
-    assert parsed == ["_ceilings", "_ceilings", "_barrier", "_ep", "_baseline"]
+    assert parsed == ["_ep", "_barrier", "_ceilings", "_ceilings", "_baseline"]
     assert sum(step.limit_s for step in multi_gpu.steps([128], 64, quick=True)) <= 480
