@@ -57,7 +57,7 @@ def place(array: np.ndarray, memory: str, backend: str) -> Any:
 
 def complete(result: Any) -> Any:
     """`result` of a call, or its event, once the operation is complete: a GPU tells of an error only then."""
-    event = getattr(result, "event", result)
+    event = result if isinstance(result, cupyep.EventOverlap) else getattr(result, "event", result)
     if hasattr(event, "synchronize"):
         event.synchronize()
     return result
