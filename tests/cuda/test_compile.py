@@ -27,6 +27,7 @@ from cupyep.backends.low_latency_shape import LowLatencyShape
 from cupyep.layout import RowLayout
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+pytestmark = pytest.mark.timeout(1200)  # the first test compiles everything
 ROWS = ((7168, BF16), (7168, "f4"), (2880, "f2"), (2048, BF16), (8, BF16), (7, "f4"), (100, "f2"), (3, BF16))
 RANKS = (1, 4, 8, 40)
 KB = 1024
@@ -137,8 +138,8 @@ BUILDS = (
     *(
         Build(kernel, target, RANKS[(i + j) % len(RANKS)], row)
         for kernel in LOW_LATENCY
-        for i, row in enumerate(ROWS[:4] + ROWS[5:7])
-        for j, target in enumerate(TARGETS)
+        for i, row in enumerate(ROWS[:3] + ROWS[5:6])
+        for j, target in enumerate((TARGETS[0], TARGETS[1], TARGETS[3]))  # these kernels have one mover
     ),
     *(Build("count", TARGETS[(i + 1) % 4], num_ranks) for i, num_ranks in enumerate(RANKS)),
     *(Build("barrier", TARGETS[(i + 2) % 4], num_ranks) for i, num_ranks in enumerate(RANKS)),
