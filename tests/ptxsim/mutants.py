@@ -100,7 +100,7 @@ MUTANTS = [
            "ptx::cp_async_bulk_wait_group_read<2>();"),
     mutant("push: lane 0 refills before the other lanes' stores have read", "rows", MOVER,
            "ptx::cp_async_bulk_wait_group_read<1>();\n      __syncwarp();",
-           "ptx::cp_async_bulk_wait_group_read<1>();", seed=9),
+           "ptx::cp_async_bulk_wait_group_read<1>();", seed=57),
     mutant("push: no fence after mbarrier.init (H6)", "push", MOVER, "ptx::fence_mbarrier_init_release_cluster();"),
     mutant("push: drain without the loads under way", "stalled", MOVER, "for (; waited_ < issued_; ++waited_) {",
            "for (; false;) {", seed=1),
@@ -109,7 +109,7 @@ MUTANTS = [
     mutant("push: base of the rank left out", "three", PUSH, "places.order[group] + static_cast<int>(to.base[rank])",
            "places.order[group]"),
     mutant("push: destinations read before the barrier", "push", PUSH, "__syncthreads();\n\n  bool leave",
-           "bool leave", seed=8),
+           "bool leave", seed=0),
     mutant("push: weights of experts elsewhere travel", "push", SIDE, "here ? weights[j] : 0.0f", "weights[j]"),
     # PULL through the rings
     mutant("pull: no wait for the load (H1)", "ring", GATHER, "wait(full + slot * 8, phase);"),
@@ -140,7 +140,7 @@ MUTANTS = [
     mutant("pull: says done before it has read (no done word)", "ctas", PULL,
            "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done", seed=1),
     mutant("pull: a CTA leaves without arriving", "ctas", PULL, "if (!arrive_last(p.sync)) return;",
-           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=0),
+           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=2),
     # the handshake
     mutant("post: release turned relaxed (H8)", "three", SYNC, "ptx::st_release_sys(slot + kPostEpochWord, epoch);",
            "ptx::st_relaxed_sys(slot + kPostEpochWord, epoch);"),
