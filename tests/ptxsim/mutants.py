@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,15 @@ class Mutant:
 
 def mutant(name: str, job: str, file: str, old: str, new: str = "", seed: int = 0) -> Mutant:
     return Mutant(name, job, ((file, old, new),), seed)
+
+
+def check_seen(symptom: Callable[[Mutant, int], str | None], mutant: Mutant, num_seeds: int) -> None:
+    """Under the seed that the table names; a kernel that was edited, or another NVRTC, may need another one."""
+    if symptom(mutant, mutant.seed):
+        return
+    seed = next((seed for seed in range(num_seeds) if symptom(mutant, seed)), None)
+    assert seed is not None, f"not seen under any of {num_seeds} schedules"
+    warnings.warn(f"{mutant.name}: now seen under seed {seed}, no longer under {mutant.seed}", stacklevel=2)
 
 
 def symptom(mutant: Mutant, seed: int, trace: Callable[[str], None] | None = None) -> str | None:

@@ -200,6 +200,13 @@ class Block:
         self._arena.released.append((self.offset, self.size, self._memory, self.streams))
 
 
+def abort_word(address: int) -> int:
+    """The abort word of the arena at `address`, as the device has it now; 0: nobody has left."""
+    word = np.zeros(1, np.uint64)
+    runtime.memcpy(word.ctypes.data, address, 8, runtime.memcpyDeviceToHost)  # ControlLayout.abort: it comes first
+    return int(word[0])
+
+
 def free_retired() -> None:
     """Frees the closed arenas whose last array has died."""
     with _retired_lock:

@@ -10,12 +10,11 @@ from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda import runtime
 
 from cupyep import abi, layout
 from cupyep.abi import AbortKind, Operation, Status, Verdict
 from cupyep.backends.base import Form, Shape, Tokens
-from cupyep.backends.cuda.arena import Arena
+from cupyep.backends.cuda.arena import Arena, abort_word
 from cupyep.backends.cuda.kernels import Call, Kernels
 from cupyep.backends.verdict import abort_error, signature_mismatch
 from cupyep.comm import Communicator
@@ -204,10 +203,8 @@ class Launcher:
 
     def check_abort(self) -> None:
         """Raises if a rank has left for good, also when no kernel of ours has met it yet."""
-        word = np.zeros(1, np.uint64)
-        runtime.memcpy(word.ctypes.data, self._arena.address, 8, runtime.memcpyDeviceToHost)  # ControlLayout.abort
-        if word[0]:
-            raise abort_error(int(word[0]), self._timeout_s or 0)
+        if word := abort_word(self._arena.address):
+            raise abort_error(word, self._timeout_s or 0)
 
     @staticmethod
     def _post(call: Call, shape: Shape, routing: Routing, where: Where) -> None:

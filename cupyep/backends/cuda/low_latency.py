@@ -12,7 +12,7 @@ from cupy.cuda import runtime
 from cupyep import abi, env, layout, low_latency_abi
 from cupyep.abi import AbortKind, Phase, Verdict
 from cupyep.backends.cuda import devices
-from cupyep.backends.cuda.arena import Arena
+from cupyep.backends.cuda.arena import Arena, abort_word
 from cupyep.backends.cuda.arrays import is_plain, plain
 from cupyep.backends.cuda.kernels import Call, Kernels
 from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
@@ -111,10 +111,8 @@ class LowLatencyLauncher:
 
     def check_abort(self) -> None:
         """Raises if a rank has left for good, also when no kernel of ours has met it yet."""
-        word = np.zeros(1, np.uint64)
-        runtime.memcpy(word.ctypes.data, self._arena.address, 8, runtime.memcpyDeviceToHost)  # ControlLayout.abort
-        if word[0]:
-            raise abort_error(int(word[0]), self.timeout_s or 0)
+        if word := abort_word(self._arena.address):
+            raise abort_error(word, self.timeout_s or 0)
 
     def check_ids(self) -> None:
         """Raises ValueError for an id out of range that a dispatch has met, once."""
