@@ -7,13 +7,14 @@ from cupyep.structs import Struct
 
 # What both low-latency kernels are told (docs/low-latency.md). Offsets are bytes: of `region` from the arena's start,
 # of scales and side rows (a dispatch's meta words, a combine's weights) from there. masks: [num_ranks] u32, ranks left
-# out; fates: [num_ranks] u64 of this channel.
+# out; fates: [num_ranks] u64 of this channel. with_weights: topk_weights are given; a rank without tokens has no address
+# for them.
 COMMON = Struct(
     "LowLatency",
     **dict.fromkeys(("region", "scales_offset", "side_offset"), "u64"),
     **dict.fromkeys(("masks", "fates"), "ptr"),
     **dict.fromkeys(("phases", "signature", "max_tokens", "num_tokens", "num_topk", "num_local_experts"), "u32"),
-    **dict.fromkeys(("idx64", "masks_on_timeout"), "u32"),
+    **dict.fromkeys(("idx64", "with_weights", "masks_on_timeout"), "u32"),
 )
 # What a dispatch leaves at its own rank for the combine of its handle; [num_ranks * max_tokens] rows in all but the
 # first two, which are [num_tokens][words of 32 ranks] and [num_ranks].

@@ -43,7 +43,7 @@ __device__ bool send(const Params& p, u32 epoch) {
   __shared__ u32 num_rows[cfg::kNumRanks], starts[cfg::kNumRanks + 1];
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk;
   if (!await_consumed(p.sync, p.ll, kOperation, epoch, goes)) return false;
-  if (p.topk_weights != 0 && !exchange_weights(p, goes, epoch)) return false;
+  if (p.ll.with_weights && !exchange_weights(p, goes, epoch)) return false;
   for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
     num_rows[rank] = reinterpret_cast<const u32*>(p.tables.num_rows)[rank];
   }
@@ -56,7 +56,7 @@ __device__ bool send(const Params& p, u32 epoch) {
     const u32 home = source_of(starts, number), row = home * p.ll.max_tokens + number - starts[home];
     if (!goes[home]) continue;
     const u32 token = reinterpret_cast<const u32*>(p.tables.tokens)[row];
-    const float* weights = p.topk_weights != 0 ? weights_of(p, ours, home) + static_cast<u64>(token) * num_topk
+    const float* weights = p.ll.with_weights ? weights_of(p, ours, home) + static_cast<u64>(token) * num_topk
                                                : reinterpret_cast<const float*>(p.tables.weights) + static_cast<u64>(row) * num_topk;
     u32 position = kNone;
     float weight = 0.0f;

@@ -76,13 +76,13 @@ __device__ void send_meta(const Params& p, const Ids& ids, u32 token, u16 expert
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk;
   const u32 entry = place_at_expert(p, ids, token, expert) << cfg::kExpertBits | expert % p.ll.num_local_experts;
   float weight = 0.0f;
-  if (p.topk_weights != 0 && lane < num_topk) weight = reinterpret_cast<const float*>(p.topk_weights)[token * num_topk + lane];
+  if (p.ll.with_weights && lane < num_topk) weight = reinterpret_cast<const float*>(p.topk_weights)[token * num_topk + lane];
   for (u32 left = leaders; left != 0; left &= left - 1) {
     const u32 owner = __ffs(left) - 1, theirs = __shfl_sync(kAll, rank, owner);
     u32* to = reinterpret_cast<u32*>(__shfl_sync(kAll, meta, owner));
     if (lane == 0) to[0] = token;
     if (lane < num_topk) to[1 + lane] = rank == theirs ? entry : kNone;
-    if (p.topk_weights != 0 && lane < num_topk) to[1 + num_topk + lane] = __float_as_uint(weight);
+    if (p.ll.with_weights && lane < num_topk) to[1 + num_topk + lane] = __float_as_uint(weight);
   }
 }
 
@@ -182,7 +182,7 @@ __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
       const u64 table_row = static_cast<u64>(row) * num_topk + lane;
       if (lane == 0) reinterpret_cast<u32*>(p.tables.tokens)[row] = meta[0];
       if (lane < num_topk) reinterpret_cast<u32*>(p.tables.positions)[table_row] = position;
-      if (lane < num_topk && p.topk_weights != 0) reinterpret_cast<u32*>(p.tables.weights)[table_row] = meta[1 + num_topk + lane];
+      if (lane < num_topk && p.ll.with_weights) reinterpret_cast<u32*>(p.tables.weights)[table_row] = meta[1 + num_topk + lane];
       if (leaders >> lane & 1) reinterpret_cast<u32*>(p.src_info)[position] = meta[0];
     }
   }

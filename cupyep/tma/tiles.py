@@ -26,7 +26,8 @@ def load_tile(tensor_map: TensorMap, coordinates: Sequence[int], *, raw: bool = 
 
     Args:
         tensor_map: with interleave "none".
-        coordinates: of the tile's first element, along each axis of the array; any, also outside of it.
+        coordinates: of the tile's first element, along each axis of the array, also outside of it. Along the last axis
+            a multiple of 16 bytes, as H200s end a kernel with "illegal instruction" at any other.
         raw: as `[tile_bytes]` uint8, in the order in which bytes lie in shared memory (see swizzled).
         stream: CuPy stream; None: the current one.
 
@@ -223,7 +224,13 @@ def _check(tensor_map: TensorMap, coordinates: Sequence[int]) -> tuple[int, ...]
     if len(coordinates) != len(tensor_map.shape):
         raise ValueError(f"coordinates: expected {len(tensor_map.shape)}, one per axis, got {len(coordinates)}")
     named = ((f"coordinates[{axis}]", value) for axis, value in enumerate(coordinates))
-    return tuple(checks.integer(name, value, -(2**31), 2**31 - 1) for name, value in named)
+    checked = tuple(checks.integer(name, value, -(2**31), 2**31 - 1) for name, value in named)
+    if checked[-1] * tensor_map.dtype.itemsize % 16:
+        per_vector = 16 // tensor_map.dtype.itemsize
+        raise ValueError(
+            f"coordinates[{len(checked) - 1}]: expected a multiple of {per_vector} (16 bytes), got {checked[-1]}"
+        )
+    return checked
 
 
 def _check_writable(name: str, tensor_map: TensorMap) -> None:

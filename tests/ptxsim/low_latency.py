@@ -60,20 +60,23 @@ class Run:
 
 
 class Array:
-    """A device array as far as the launcher cares; `of` reads it."""
+    """A device array as far as the launcher cares. An empty one is at 0, as CuPy's."""
 
     def __init__(self, rank: Rank, shape: tuple[int, ...], dtype: Any, content: np.ndarray | None = None) -> None:
         self.shape, self.dtype, self.rank = shape, np.dtype(dtype), rank
         self.itemsize, self.nbytes = self.dtype.itemsize, int(np.prod(shape)) * self.dtype.itemsize
-        self.data = SimpleNamespace(ptr=rank.space.allocate(max(16, self.nbytes)))
-        if content is not None:
+        self.data = SimpleNamespace(ptr=rank.space.allocate(self.nbytes) if self.nbytes else 0)
+        if content is not None and self.nbytes:
             rank.space.write(rank.rank, self.data.ptr, content)
 
     def get(self) -> np.ndarray:
+        if not self.nbytes:
+            return np.empty(self.shape, self.dtype)
         return self.rank.space.read(self.rank.rank, self.data.ptr, self.shape, self.dtype)
 
     def poison(self) -> None:
-        self.rank.space.write(self.rank.rank, self.data.ptr, np.full(max(1, self.nbytes), POISON, np.uint8))
+        if self.nbytes:
+            self.rank.space.write(self.rank.rank, self.data.ptr, np.full(self.nbytes, POISON, np.uint8))
 
 
 class Rank:

@@ -95,6 +95,8 @@ def _issue(cta: Cta, lane: int, record: Any, coordinates: list[int], shared: int
     at, pieces = tile_places(record, coordinates), int(record["pieces"])
     if shared % 128:
         raise Fault(f"tile at {shared:#x}: expected a multiple of 128")
+    if coordinates[0] * int(record["itemsize"]) % 16:
+        raise Fault(f"innermost coordinate {coordinates[0]}: expected a multiple of 16 bytes")
     inside = at[at >= 0]
     if inside.size:
         cta.space.index((inside + GLOBAL).astype(np.uint64), 1)

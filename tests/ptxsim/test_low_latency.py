@@ -40,6 +40,7 @@ RUNS = {
     "duplicates": Run(job("plain", num_ranks=3, tokens=(3, 5, 1), num_topk=4, routing="duplicates")),
     "nowhere": Run(job(tokens=(2, 2), routing="nowhere", travel=False)),
     "many tokens": Run(job(tokens=(40, 33), hidden=16, num_local_experts=5), num_ctas=1),
+    "weights later, one rank empty": Run(job(tokens=(3, 0), travel=False), rounds=2),
     "nobody has tokens": Run(job("plain", tokens=(0, 0), travel=False), num_ctas=3),
     "masked": Run(job(num_ranks=3, tokens=(4, 3, 3), masked=((0, 2), (1, 2)), travel=False), rounds=2),
 }

@@ -70,7 +70,7 @@ def run_tile(function: str, tensor_map: TensorMap, corner: tuple[int, ...], arra
 def test_load_and_store_tile(rank: int, corner: int) -> None:
     shape, box = SHAPES[rank]
     array = padded(content(shape, rank))
-    tensor_map, at = TensorMap(array, box), (corner,) * rank
+    tensor_map, at = TensorMap(array, box), (*(corner,) * (rank - 1), 4 * corner)
     _, got = run_tile("load_tile", tensor_map, at, array.base, np.zeros(box, np.int32), rank)
     assert np.array_equal(got, tiles.gather(tensor_map, at))
     tile = content(box, rank + 1)

@@ -152,7 +152,8 @@ def function(module: cupy.RawModule, name: str, dynamic_smem_bytes: int = 0) -> 
     a kernel never returns. Setting the attribute makes the driver load the code now instead of at the first launch.
     """
     kernel = module.get_function(name)
-    kernel.max_dynamic_shared_size_bytes = dynamic_smem_bytes
+    # CuPy gives everybody who names a cubin the same function: others may have asked for more.
+    kernel.max_dynamic_shared_size_bytes = max(kernel.max_dynamic_shared_size_bytes, dynamic_smem_bytes)
     return kernel
 
 

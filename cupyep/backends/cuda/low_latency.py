@@ -57,6 +57,7 @@ class LowLatencyLauncher:
             signature=call.signature,
             num_tokens=call.num_tokens,
             masks_on_timeout=masks_on_timeout,
+            with_weights=call.with_weights,
             idx64=call.operation == DISPATCH and call.inputs["topk_idx"].itemsize == 8,
         )
         params.set(**inputs)
@@ -279,5 +280,6 @@ class CudaLowLatency(LowLatency):
             self._abort_stream.synchronize()
 
     def close(self, *, collective: bool) -> None:
+        self._launcher = None  # nobody looks at an arena's abort word when it is gone
         for arena in self._arenas:
             arena.close(collective=collective)
