@@ -10,6 +10,7 @@ the one list below; both backends slice it, and the kernels get it as `cfg::` co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -49,7 +50,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def align(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -156,11 +157,15 @@ class HostLayout:
         self.record_bytes = offset
         self.num_bytes = 2 * offset
 
-    def view(self, memory: np.ndarray, index: int, name: str) -> np.ndarray:
-        """Part `name` of record `index` (0: COUNT, 1: the others) over the pinned bytes `memory`."""
-        region = self.regions[name]
-        start = index * self.record_bytes + region.offset
-        return memory[start : start + region.num_bytes].view(region.dtype).reshape(region.shape)
+    def views(self, memory: np.ndarray) -> dict[tuple[int, str], np.ndarray]:
+        """Every part over the pinned bytes `memory`, by (number of the record, name). 0: COUNT, 1: the others."""
+        found = {}
+        for index in range(2):
+            for name, region in self.regions.items():
+                start = index * self.record_bytes + region.offset
+                part = memory[start : start + region.num_bytes]
+                found[index, name] = part.view(region.dtype).reshape(region.shape)
+        return found
 
     def constants(self) -> dict[str, int]:
         """The layout as `cfg::` constants; kHostRecordBytes is the distance of the two records."""

@@ -7,8 +7,8 @@ from cupyep.structs import Struct
 
 # What both low-latency kernels are told (docs/low-latency.md). Offsets are bytes: of `region` from the arena's start,
 # of scales and side rows (a dispatch's meta words, a combine's weights) from there. masks: [num_ranks] u32, ranks left
-# out; fates: [num_ranks] u64 of this channel. with_weights: topk_weights are given; a rank without tokens has no address
-# for them.
+# out; fates: [num_ranks] u64 of this channel. with_weights: topk_weights are given, which a rank without tokens
+# has no address for.
 COMMON = Struct(
     "LowLatency",
     **dict.fromkeys(("region", "scales_offset", "side_offset"), "u64"),

@@ -183,9 +183,10 @@ def without_the_last(comm, backend):
     job = replace(MASKED, masked=((0, 2), (1, 2)))
     with open_buffer(comm, backend) as buffer:
         low_latency.run_job(buffer, replace(MASKED, masked=()), backend)
+        assert asnumpy(buffer.query_masks()).tolist() == [0, 0, 0]  # the first call loads a kernel, which takes long
+        comm.allgather(None)
         if comm.rank != 2:
             buffer.set_mask_on_timeout(True, 0.5)
-            assert asnumpy(buffer.query_masks()).tolist() == [0, 0, 0]
             start = time.monotonic()
             low_latency.run_job(buffer, job, backend)
             assert 0.4 < time.monotonic() - start < 20

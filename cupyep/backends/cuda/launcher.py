@@ -83,10 +83,11 @@ class Launcher:
     ) -> None:
         self._arena, self._kernels, self._stream, self._timeout_s = arena, kernels, stream, timeout_s
         self._rank, self._num_ranks = comm.rank, comm.size
-        self._host_layout = layout.HostLayout(comm.size)
-        self._pinned = cupy.cuda.alloc_pinned_memory(self._host_layout.num_bytes)
-        self._host = np.frombuffer(self._pinned, np.uint8, self._host_layout.num_bytes)
-        self._host[:] = 0
+        host_layout = layout.HostLayout(comm.size)
+        self._pinned = cupy.cuda.alloc_pinned_memory(host_layout.num_bytes)
+        host = np.frombuffer(self._pinned, np.uint8, host_layout.num_bytes)
+        host[:] = 0
+        self._host = host_layout.views(host)  # what the device tells
         self.operation = Operation.BARRIER  # the last one launched, or about to be
         sync = {
             "peers": arena.peers.data.ptr,
@@ -125,21 +126,21 @@ class Launcher:
 
     def counted(self, shape: Shape, num_local_experts: int) -> Counted:
         """After COUNT: what it found. Raises MismatchError, PeerError, ArenaExhaustedError, on all ranks alike."""
-        record = self._part(COUNT, "record")
+        record = self._host[COUNT, "record"]
         verdict, bad_id = Verdict(int(record["verdict"])), self._take_bad_id()
         if verdict not in (Verdict.DONE, Verdict.GROW):
             raise self._error(COUNT)
         record["verdict"] = Verdict.DONE
         return Counted(
-            self._part(COUNT, "host_rows").tolist(),
-            self._part(COUNT, "host_experts")[:num_local_experts].tolist(),
+            self._host[COUNT, "host_rows"].tolist(),
+            self._host[COUNT, "host_experts"][:num_local_experts].tolist(),
             int(record["most_tokens"]),
             bad_id,
             verdict,
         )
 
     def _take_bad_id(self) -> int | None:
-        record = self._part(COUNT, "record")
+        record = self._host[COUNT, "record"]
         has_bad_id, record["has_bad_id"] = bool(record["has_bad_id"]), 0
         return int(record["bad_id"]) if has_bad_id else None
 
@@ -198,7 +199,7 @@ class Launcher:
     def check(self) -> None:
         """Raises what an operation behind us has met, as far as the device has told."""
         for index in (COUNT, OTHERS):
-            if self._part(index, "record")["verdict"]:
+            if self._host[index, "record"]["verdict"]:
                 raise self._error(index)
 
     def check_abort(self) -> None:
@@ -223,12 +224,9 @@ class Launcher:
             scales_offset=offsets.get("scales", 0),
         )
 
-    def _part(self, index: int, name: str) -> np.ndarray:
-        return self._host_layout.view(self._host, index, name)
-
     def _error(self, index: int) -> CupyepError:
         """The error of a record with a verdict; a mismatch or a full arena is over with it, an abort stays."""
-        record, posts = self._part(index, "record"), self._part(index, "host_posts")
+        record, posts = self._host[index, "record"], self._host[index, "host_posts"]
         verdict = Verdict(int(record["verdict"]))
         if verdict == Verdict.ABORTED:
             return abort_error(int(record["abort"]), self._timeout_s or 0)

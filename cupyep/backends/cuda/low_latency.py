@@ -34,10 +34,12 @@ class LowLatencyLauncher:
         self._arena, self._kernels, self._rank, self._num_ranks = arena, kernels, comm.rank, comm.size
         self._region_bytes, self._masks, self._fates = region_bytes, masks, fates
         self._first_region = layout.ControlLayout(comm.size).num_bytes
-        self._host_layout = layout.HostLayout(comm.size)
-        self._pinned = cupy.cuda.alloc_pinned_memory(self._host_layout.num_bytes)
-        self._host = np.frombuffer(self._pinned, np.uint8, self._host_layout.num_bytes)
-        self._host[:] = 0
+        host_layout = layout.HostLayout(comm.size)
+        self._pinned = cupy.cuda.alloc_pinned_memory(host_layout.num_bytes)
+        host = np.frombuffer(self._pinned, np.uint8, host_layout.num_bytes)
+        host[:] = 0
+        told = host_layout.views(host)
+        self._told = {operation: told[index, "record"] for operation, index in RECORDS.items()}
         self._calls: dict[Any, Call] = {}
         self.operation = DISPATCH  # the last one launched, or about to be
         self._num_experts = 0  # of the last dispatch
@@ -105,8 +107,7 @@ class LowLatencyLauncher:
 
     def check(self) -> None:
         """Raises what an operation behind us has met, as far as the device has told."""
-        for index in RECORDS.values():
-            record = self._host_layout.view(self._host, index, "record")
+        for record in self._told.values():
             if record["verdict"] == Verdict.ABORTED:
                 raise abort_error(int(record["abort"]), self.timeout_s or 0)
 
@@ -117,7 +118,7 @@ class LowLatencyLauncher:
 
     def check_ids(self) -> None:
         """Raises ValueError for an id out of range that a dispatch has met, once."""
-        record = self._host_layout.view(self._host, RECORDS[DISPATCH], "record")
+        record = self._told[DISPATCH]
         if record["has_bad_id"]:
             record["has_bad_id"] = 0
             raise ValueError(f"topk_idx: expected ids in -1..{self._num_experts - 1}, got {int(record['bad_id'])}")

@@ -96,11 +96,14 @@ class Session(Backend):
         self._meet(None)
 
     def _meet(self, value: Any) -> list[Any]:
-        """Where ranks are threads: everybody's value. Who waits too long makes its record the verdict of all ranks."""
+        """Where ranks are threads: everybody's value. Who waits too long makes its record the verdict of all ranks.
+
+        A rank that comes after the others have left learns it while it waits, or its kernel does. Reading the abort word
+        here, before every launch, would wait for kernels that share a connection with the copy: milliseconds.
+        """
         if not self._comm.in_process or self._comm.size == 1:
             return []
         try:
-            self._launcher.check_abort()  # a late rank learns here that the others have left
             return self._launches.allgather(value, operation="launch", timeout_s=self._config.timeout_s)
         except PeerError as error:
             kind = AbortKind.TIMEOUT if isinstance(error, PeerTimeoutError) else AbortKind.RAISED
