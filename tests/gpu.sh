@@ -5,11 +5,11 @@
 #   --quick       some of both, within two minutes
 #   --sanitizer   compute-sanitizer on a small case; racecheck, and two ranks as threads, are reported and not judged
 #
-# Two lanes run side by side. One has ranks that are threads, with CUDA_DEVICE_MAX_CONNECTIONS=32: streams that share a
-# connection wait for each other. The other has ranks that are processes, under an MPS daemon of this script's own where
-# they share a GPU, and without that variable, which under MPS exhausts the GPU's channels. What looks at free memory
-# follows alone (marked so), and what kills a process when MPS has ended (no_mps). The tests choose their lane by name:
-# those with "mpi" or "process" in it start processes that wait for each other.
+# Three lanes run side by side. Two have ranks that are threads, with CUDA_DEVICE_MAX_CONNECTIONS=32: streams that share
+# a connection wait for each other. The third has ranks that are processes, under an MPS daemon of this script's own
+# where they share a GPU, and without that variable, which under MPS exhausts the GPU's channels. What looks at free
+# memory follows alone (marked so), and what kills a process when MPS has ended (no_mps). The tests choose their lane by
+# name: those with "mpi" or "process" in it start processes that wait for each other.
 #
 # PYTHON names the interpreter (default: the checkout's .venv, else python3). The last line has the counts; the exit
 # status is 0 if all was run and nothing failed.
@@ -130,16 +130,13 @@ if [[ $mode != --sanitizer ]]; then
 fi
 case $mode in
   "")
-    {
-      export CUDA_DEVICE_MAX_CONNECTIONS=32
-      run 500 tests/multirank tests/misuse -k "$threads"
-      run 500 "${cuda[@]}" -k "$threads" -m "not alone"
-    } > "$work/threads.log" 2>&1 &
+    CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 tests/multirank tests/misuse -k "$threads" > "$work/threads.log" 2>&1 &
+    CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 "${cuda[@]}" -k "$threads" -m "not alone" > "$work/cuda.log" 2>&1 &
     start_mps
     run 400 tests/multirank tests/misuse -k "$processes"
     run 400 "${cuda[@]}" -k "$processes" -m "not (no_mps or alone)"
     wait
-    cat "$work/threads.log"
+    cat "$work/threads.log" "$work/cuda.log"
     run 100 "${cuda[@]}" -k "$processes" -m alone
     stop_mps
     run 60 "${cuda[@]}" -m no_mps

@@ -1,6 +1,7 @@
 """Compiles what the test suite will need, on all cores at once: `python tests/cuda/precompile.py`.
 
-Each case has kernels of its own, and compiled one after the other they take longer than all the tests.
+Each case has kernels of its own, and compiled one after the other they take longer than all the tests. Those of CuPy
+that nearly every test uses take two seconds each, and wait for each other where ranks are threads.
 """
 
 from __future__ import annotations
@@ -37,7 +38,37 @@ def requests(architecture: str) -> set[jit.Request]:
     return found
 
 
+CUPY_KERNELS = (
+    lambda a: a >> a,
+    lambda a: a + a,
+    lambda a: a * a,
+    lambda a: a % 4,
+    lambda a: a * 6,
+    lambda a: a & 63,
+    lambda a: a.astype("f4"),
+    lambda a: a.astype("f2"),
+    lambda a: a.astype("f4").astype("f2"),
+    lambda a: a.astype("f4") * a.astype("f4"),
+    lambda a: (a.astype("u4") >> 16).astype("u2"),
+    lambda a: (a.view("u4") != a.view("u4")).any(),
+    lambda a: a.view("u2") != a.view("u2"),
+    lambda a: a.view("u1") != a.view("u1"),
+    lambda a: a.view("u8") != a.view("u8"),
+    lambda a: a.view("bool").__ior__(a.view("bool")),
+    lambda a: type(a)(a.shape, "f4").fill(0),
+    lambda a: type(a)(a.shape, "i4").fill(0),
+)
+
+
+def load(number: int) -> None:
+    """Has CuPy compile one of these into its own cache."""
+    import cupy
+
+    CUPY_KERNELS[number](cupy.arange(4, dtype="i4"))
+
+
 if __name__ == "__main__":
     wanted = set().union(*map(requests, warmup.gpu_architectures()))
     with ProcessPoolExecutor() as pool:
-        print(f"{len(list(pool.map(jit.build, wanted)))} kernels in the cache")
+        loading = pool.map(load, range(len(CUPY_KERNELS)))
+        print(f"{len(list(pool.map(jit.build, wanted)))} kernels in the cache, {len(list(loading))} of CuPy's")
