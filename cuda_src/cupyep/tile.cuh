@@ -34,8 +34,7 @@ __device__ __forceinline__ void pack(Element* elements, const float* values) {
     for (int i = 0; i < kCount; i += 2) {
       const float2 pair = make_float2(values[i], values[i + 1]);
       const auto bits = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, kE4m3 ? __NV_E4M3 : __NV_E5M2);
-      elements[i].__x = static_cast<unsigned char>(bits);
-      elements[i + 1].__x = static_cast<unsigned char>(bits >> 8);
+      memcpy(elements + i, &bits, 2);
     }
   } else {
 #pragma unroll
@@ -43,28 +42,44 @@ __device__ __forceinline__ void pack(Element* elements, const float* values) {
   }
 }
 
+// So many elements in 16 bytes of the longer of both types.
+constexpr int kVecElements = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
+template <class Element>
+struct alignas(kVecElements * sizeof(Element)) ElementVec {
+  Element at[kVecElements];
+};
+
+// Every num_threads-th of kBatch vectors. All loads come before the first store: a load cannot pass a store that might
+// be to the same place, so that one at a time would wait for shared memory each time.
+template <int kBatch, class F>
+__device__ __forceinline__ void map_vectors(const ElementVec<In>* in, ElementVec<Out>* out, F f) {
+  ElementVec<In> from[kBatch];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) from[i] = in[i * Tile::num_threads];
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    float values[kVecElements];
+#pragma unroll
+    for (int j = 0; j < kVecElements; ++j) values[j] = f(static_cast<float>(from[i].at[j]));
+    ElementVec<Out> to;
+    pack<Out, kVecElements>(to.at, values);
+    out[i * Tile::num_threads] = to;
+  }
+}
+
 // out = f(in), element by element, in fp32.
 template <class F>
 __device__ __forceinline__ void map_elements(const Tile& tile, F f) {
   static_assert(cfg::kRowElements == cfg::kOutRowElements);
-  constexpr ptx::u32 kCount = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
-  struct alignas(kCount * sizeof(In)) InVec {
-    In at[kCount];
-  };
-  struct alignas(kCount * sizeof(Out)) OutVec {
-    Out at[kCount];
-  };
-  const ptx::u32 num_vecs = tile.num_rows * cfg::kRowElements / kCount;
-#pragma unroll 4
-  for (ptx::u32 i = tile.thread; i < num_vecs; i += Tile::num_threads) {
-    const InVec in = reinterpret_cast<const InVec*>(tile.in)[i];
-    float values[kCount];
-#pragma unroll
-    for (ptx::u32 j = 0; j < kCount; ++j) values[j] = f(static_cast<float>(in.at[j]));
-    OutVec out;
-    pack<Out, kCount>(out.at, values);
-    reinterpret_cast<OutVec*>(tile.out)[i] = out;
-  }
+  constexpr ptx::u32 kBatch = 4, kBatchThreads = kBatch * Tile::num_threads;
+  const auto* in = reinterpret_cast<const ElementVec<In>*>(tile.in);
+  auto* out = reinterpret_cast<ElementVec<Out>*>(tile.out);
+  const ptx::u32 num_vecs = tile.num_rows * cfg::kRowElements / kVecElements;
+  ptx::u32 i = tile.thread;
+#pragma unroll 1
+  for (; i + kBatchThreads - Tile::num_threads < num_vecs; i += kBatchThreads) map_vectors<kBatch>(in + i, out + i, f);
+#pragma unroll 1
+  for (; i < num_vecs; i += Tile::num_threads) map_vectors<1>(in + i, out + i, f);
 }
 
 }  // namespace cupyep

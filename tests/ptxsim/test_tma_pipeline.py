@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="PTX needs CuPy with NVRTC", exc_type=ImportError)
 
-from cupyep.tma import Pipeline, overlap
+from cupyep.tma import Pipeline, bench, overlap
 from ptxsim.scheduler import SimulationError
 from ptxsim.toolkit import HOPPER, Gpu
 
@@ -54,6 +54,30 @@ def numbers(size: int, seed: int) -> np.ndarray:
 def test_expression(stages: int, groups: int, seed: int) -> None:
     x = numbers(1300, seed)
     assert np.array_equal(run(line(stages, groups), x, x, seed, a=3, b=-7), 3 * x - 7)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_expression_by_batches(seed: int) -> None:
+    """Five vectors per thread: a batch of four and one more; fewer in the last tile."""
+    x = numbers(2800, seed)
+    pipeline = Pipeline(2, (640,), "float32", "a * x", scalars=("a",), warps_per_group=1)
+    assert np.array_equal(run(pipeline, x, x, seed, a=3), 3 * x)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_conversion_to_fp8(seed: int) -> None:
+    x = (np.random.default_rng(seed).standard_normal((3, 1280)) * 200).astype(ml_dtypes.bfloat16)
+    pipeline = Pipeline(2, (1, 1280), "bfloat16", "x", out_dtype="float8_e4m3fn", warps_per_group=1)
+    y = run(pipeline, x, np.zeros(x.shape, np.uint8), seed)
+    assert np.array_equal(y, np.clip(x.astype("f4"), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_softmax(seed: int) -> None:
+    """The benchmark's."""
+    x = np.random.default_rng(seed).standard_normal((7, 256)).astype(np.float32)
+    pipeline = Pipeline(2, (2, 256), "float32", bench.SOFTMAX, warps_per_group=2)
+    assert np.allclose(run(pipeline, x, x, seed), bench.softmax(x.astype(np.float64)), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
