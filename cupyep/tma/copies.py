@@ -52,6 +52,11 @@ class Ring:
             "kSlotStateBytes": SLOT_STATE_BYTES,
         }
 
+    def longest_unit(self, num_sms: int) -> int:
+        """Bytes of the longest unit to put into a slot: all of it, or less where too many bytes would be under way."""
+        share = MOST_UNDER_WAY // (num_sms * self.num_warps * self.num_stages)
+        return min(self.slot_bytes, max(SHORTEST_UNIT, share // layout.ALIGNMENT * layout.ALIGNMENT))
+
     def within(self, smem_limit: int) -> Ring:
         """With half as many warps, again and again, until it fits."""
         if self.smem_bytes <= smem_limit or self.num_warps == 1:
@@ -61,6 +66,9 @@ class Ring:
 
 # Four warps of three slots of 14 KB fill an SM's store port; short rows need more of them in flight.
 RINGS = (Ring(16, 12, 1024), Ring(8, 12, 2048), Ring(8, 6, 4096), Ring(8, 3, 8192), Ring(4, 3, 14336))
+# With many SMs memory is the limit, not the store ports. It needs its rate times its latency of bytes under way, a few
+# MB; many more only queue up, and come to it from farther apart. Units get no shorter for it than SHORTEST_UNIT.
+MOST_UNDER_WAY, SHORTEST_UNIT = 8 << 20, 4096
 VECTORS = Ring(32, 1, 8192)  # the vector path: warps of a CTA, and the bytes of a unit
 
 
@@ -112,14 +120,16 @@ def plan_copy(
 ) -> Launch:
     """The launch that moves `rows`. mover, ring: instead of the usual ones, to try others."""
     mover = plan.mover_of(rows.alignment, env.mover() if mover == "auto" else mover, target.compute_capability)
+    longest = ring.slot_bytes if ring else VECTORS.slot_bytes
     if ring is None and mover == "vector":
         ring = VECTORS
     elif ring is None:
         ring = next((ring for ring in RINGS if ring.slot_bytes >= rows.row_bytes), RINGS[-1])
         ring = ring.within(target.smem_limit)
-    # A unit fills a slot, but less where there are too few of them for all warps.
+        longest = ring.longest_unit(num_sms)
+    # A unit is as long as may be, but shorter where there are too few of them for all warps.
     share = math.ceil(rows.row_bytes * rows.num_rows / (num_sms * ring.num_warps))
-    most = min(ring.slot_bytes, max(1024, layout.align(share)))
+    most = min(longest, max(1024, layout.align(share)))
     chunk_bytes, num_chunks, num_rows = most, 1, 0  # of rows of no bytes: a bulk copy of none does not exist
     if rows.row_bytes:
         chunk_bytes = layout.align(math.ceil(rows.row_bytes / math.ceil(rows.row_bytes / most)))  # all about as long

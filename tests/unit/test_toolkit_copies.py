@@ -169,3 +169,18 @@ def test_plans_fit(target, row_bytes, num_rows, num_sms):
         assert chunk <= slot and 2 * slot < plan.smem_bytes <= target.smem_limit and slot % 128 == 0
     else:
         assert target is AMPERE
+
+
+@pytest.mark.parametrize("num_sms, longest", [(1, 14336), (48, 14336), (64, 10880), (132, 5248)])
+def test_many_sms_have_few_bytes_under_way(num_sms, longest):
+    rows = copies.run_of_bytes(0, 0, 1 << 30)
+    [params] = copies.plan_copy(HOPPER, rows, num_sms).arguments
+    assert params["chunk_bytes"] == longest
+    assert num_sms * 12 * longest <= copies.MOST_UNDER_WAY
+    [params] = copies.plan_copy(HOPPER, rows, num_sms, ring=copies.RINGS[-1]).arguments
+    assert params["chunk_bytes"] == 14336
+
+
+def test_short_rows_are_not_cut_for_it():
+    assert copies.Ring(16, 12, 1024).longest_unit(132) == 1024
+    assert copies.Ring(8, 3, 8192).longest_unit(132) == copies.SHORTEST_UNIT
