@@ -1,4 +1,4 @@
-// Row softmax of float32 `[num_rows, kColumns]`. One warp loads, eight warps compute a row each; full and empty mbarriers.
+// Row softmax of float32 `[num_rows, kColumns]`. One warp loads, kWarps compute a row each; full and empty mbarriers.
 //
 // Row i of a CTA goes to warp i % kWarps and lies in slot i % kSlots, and kWarps divides kSlots: a slot is always the
 // same warp's, which so sees every phase of its mbarriers.
@@ -9,7 +9,7 @@
 
 using namespace cupyep::tma;
 
-constexpr int kColumns = 2048, kWarps = 8, kSlots = 24;
+constexpr int kColumns = 2048, kWarps = 12, kSlots = 24;
 constexpr u32 kRowBytes = kColumns * 4;
 constexpr int kVecs = kColumns / 4 / 32;  // float4 of a row per lane
 static_assert(kColumns % 128 == 0 && kSlots % kWarps == 0);
@@ -24,28 +24,27 @@ __device__ __forceinline__ float warp_sum(float value) {
   return value;
 }
 
-// The row in `slot`, in place, by all lanes of a warp.
+// The row in `slot`, in place, by all lanes of a warp. It is read once and stays in registers.
 __device__ __forceinline__ void softmax(float4* slot, int lane) {
+  constexpr float kLog2E = 1.4426950408889634f;
   float4 row[kVecs];
   float most = __int_as_float(0xff800000);  // -infinity
 #pragma unroll
-  for (int j = 0; j < kVecs; ++j) {
-    row[j] = slot[lane + 32 * j];
-    most = fmaxf(most, fmaxf(fmaxf(row[j].x, row[j].y), fmaxf(row[j].z, row[j].w)));
-  }
-  most = warp_max(most);
-  float sum = 0;
+  for (int j = 0; j < kVecs; ++j) row[j] = slot[lane + 32 * j];
+#pragma unroll
+  for (int j = 0; j < kVecs; ++j) most = fmaxf(most, fmaxf(fmaxf(row[j].x, row[j].y), fmaxf(row[j].z, row[j].w)));
+  const float shift = -warp_max(most) * kLog2E;
+  const auto exp_of = [&](float x) { return exp2f(fmaf(x, kLog2E, shift)); };  // e^(x - max) in two instructions
+  float4 sums = {};
 #pragma unroll
   for (int j = 0; j < kVecs; ++j) {
-    float4& v = row[j];
-    v = make_float4(__expf(v.x - most), __expf(v.y - most), __expf(v.z - most), __expf(v.w - most));
-    sum += v.x + v.y + v.z + v.w;
+    row[j] = make_float4(exp_of(row[j].x), exp_of(row[j].y), exp_of(row[j].z), exp_of(row[j].w));
+    sums = make_float4(sums.x + row[j].x, sums.y + row[j].y, sums.z + row[j].z, sums.w + row[j].w);
   }
-  const float scale = 1 / warp_sum(sum);
+  const float scale = 1 / warp_sum(sums.x + sums.y + sums.z + sums.w);
 #pragma unroll
   for (int j = 0; j < kVecs; ++j) {
-    const float4 v = row[j];
-    slot[lane + 32 * j] = make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
+    slot[lane + 32 * j] = make_float4(row[j].x * scale, row[j].y * scale, row[j].z * scale, row[j].w * scale);
   }
 }
 
@@ -63,10 +62,10 @@ extern "C" __global__ void __launch_bounds__((1 + kWarps) * 32, 1) row_softmax(f
   __syncthreads();
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const u64 count = num_rows > blockIdx.x ? (num_rows - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
-  const auto row_of = [&](u64 i) { return (blockIdx.x + i * gridDim.x) * kColumns; };
+  const u32 count = num_rows > blockIdx.x ? static_cast<u32>((num_rows - blockIdx.x + gridDim.x - 1) / gridDim.x) : 0;
+  const auto row_of = [&](u32 i) { return (blockIdx.x + static_cast<u64>(i) * gridDim.x) * kColumns; };
   if (warp == kWarps) {
-    for (u64 i = 0; i < count && lane == 0; ++i) {
+    for (u32 i = 0; i < count && lane == 0; ++i) {
       const u32 slot = i % kSlots, use = i / kSlots;
       if (use > 0) mbarrier_wait(empty + slot, (use - 1) & 1);  // slots start empty: the first use waits for nothing
       mbarrier_arrive_and_expect_tx(full + slot, kRowBytes);
@@ -74,7 +73,7 @@ extern "C" __global__ void __launch_bounds__((1 + kWarps) * 32, 1) row_softmax(f
     }
     return;
   }
-  for (u64 i = warp; i < count; i += kWarps) {
+  for (u32 i = warp; i < count; i += kWarps) {
     const u32 slot = i % kSlots;
     mbarrier_wait(full + slot, i / kSlots & 1);
     softmax(reinterpret_cast<float4*>(smem + slot * kRowBytes), lane);
@@ -83,10 +82,8 @@ extern "C" __global__ void __launch_bounds__((1 + kWarps) * 32, 1) row_softmax(f
     if (lane == 0) {
       tma_store_1d(y + row_of(i), smem + slot * kRowBytes, kRowBytes);
       tma_store_commit();
-      if (i >= kWarps) {
-        tma_store_wait_read<1>();  // the store of this warp's last row has read its slot
-        mbarrier_arrive(empty + (i - kWarps) % kSlots);
-      }
+      tma_store_wait_read<0>();  // the store has read the slot: the next row may come
+      mbarrier_arrive(empty + slot);
     }
   }
   if (lane == 0) tma_store_wait<0>();

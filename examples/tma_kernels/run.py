@@ -60,7 +60,7 @@ def row_softmax(num_bytes: int) -> tuple[Callable, Callable, int]:
     y = cupy.full_like(x, np.nan)
 
     def launch(num_sms: int) -> None:
-        function((num_sms,), (9 * 32,), (y, x, np.uint64(len(x))), shared_mem=smem)
+        function((num_sms,), (13 * 32,), (y, x, np.uint64(len(x))), shared_mem=smem)
 
     def check() -> bool:
         e = np.exp(x.get().astype(np.float64) - x.get().max(1, keepdims=True))
@@ -73,13 +73,13 @@ def cast_fp8(num_bytes: int) -> tuple[Callable, Callable, int]:
     """The same of the cast to fp8."""
     import cupy
 
-    smem = 8 * (4 * 4096 + 2 * 2048 + 8 * 4)
+    smem = 12 * (3 * 4096 + 2 * 2048 + 3 * 8)
     host = (np.random.default_rng(3).standard_normal(num_bytes // 2, np.float32) * 200).astype(ml_dtypes.bfloat16)
     function, x = kernel("cast_fp8", smem), cupy.asarray(host.view(np.uint16))
     y = cupy.full(x.size, 0xFF, np.uint8)
 
     def launch(num_sms: int) -> None:
-        function((num_sms,), (8 * 32,), (y, x, np.uint64(x.size), np.float32(0.5)), shared_mem=smem)
+        function((num_sms,), (12 * 32,), (y, x, np.uint64(x.size), np.float32(0.5)), shared_mem=smem)
 
     def check() -> bool:
         expected = np.clip(host.astype(np.float32) * 0.5, -448, 448).astype(ml_dtypes.float8_e4m3fn)

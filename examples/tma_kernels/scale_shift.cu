@@ -19,10 +19,10 @@ scale_shift(float* y, const float* x, u64 num_bytes, float a, float b) {
   // Chunks of kSlotBytes, dealt to all warps of all CTAs in turn.
   const u64 num_chunks = (num_bytes + kSlotBytes - 1) / kSlotBytes;
   const u64 first = static_cast<u64>(warp) * gridDim.x + blockIdx.x, step = static_cast<u64>(kWarps) * gridDim.x;
-  const u64 count = num_chunks > first ? (num_chunks - first + step - 1) / step : 0;
-  const auto offset = [&](u64 i) { return (first + i * step) * kSlotBytes; };
-  const auto bytes = [&](u64 i) { return static_cast<u32>(min(num_bytes - offset(i), static_cast<u64>(kSlotBytes))); };
-  const auto load = [&](u64 i) {  // by lane 0: announce the bytes first, then copy
+  const u32 count = num_chunks > first ? static_cast<u32>((num_chunks - first + step - 1) / step) : 0;
+  const auto offset = [&](u32 i) { return (first + i * step) * kSlotBytes; };
+  const auto bytes = [&](u32 i) { return static_cast<u32>(min(num_bytes - offset(i), static_cast<u64>(kSlotBytes))); };
+  const auto load = [&](u32 i) {  // by lane 0: announce the bytes first, then copy
     const u32 stage = i % kStages;
     mbarrier_arrive_and_expect_tx(full + stage, bytes(i));
     tma_load_1d(ring + stage * kSlotBytes, reinterpret_cast<const char*>(x) + offset(i), bytes(i), full + stage);
@@ -31,15 +31,15 @@ scale_shift(float* y, const float* x, u64 num_bytes, float a, float b) {
   if (lane == 0) {
     for (int stage = 0; stage < kStages; ++stage) mbarrier_init(full + stage, 1);  // one arrival: lane 0's
     fence_barrier_init();                                                          // the copy engine sees them
-    for (u64 i = 0; i < kStages && i < count; ++i) load(i);
+    for (u32 i = 0; i < kStages && i < count; ++i) load(i);
   }
   __syncwarp();  // the other lanes see them: they are this warp's alone, so its barrier is enough
 
-  for (u64 i = 0; i < count; ++i) {
+  for (u32 i = 0; i < count; ++i) {
     mbarrier_wait(full + i % kStages, i / kStages & 1);  // every lane that reads; the phase flips with each use
     float4* slot = reinterpret_cast<float4*>(ring + i % kStages * kSlotBytes);
     const u32 num_vecs = bytes(i) / 16;
-#pragma unroll 4
+#pragma unroll 8  // so many loads from shared memory wait together
     for (u32 j = lane; j < num_vecs; j += 32) {
       const float4 v = slot[j];
       slot[j] = make_float4(a * v.x + b, a * v.y + b, a * v.z + b, a * v.w + b);

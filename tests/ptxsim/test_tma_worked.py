@@ -19,8 +19,11 @@ SEEDS = range(int(os.environ.get("CUPYEP_PTXSIM_SEEDS", "3")))
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "tma_kernels"
 SMALLER = {  # constants of each kernel that are made smaller: the interpreter is slow
     "scale_shift": (("kWarps = 8, kStages = 3, kSlotBytes = 8192", "kWarps = 2, kStages = 2, kSlotBytes = 1024"),),
-    "row_softmax": (("kColumns = 2048, kWarps = 8, kSlots = 24", "kColumns = 128, kWarps = 2, kSlots = 4"),),
-    "cast_fp8": (("kWarps = 8, kStages = 4, kElements = 2048", "kWarps = 2, kStages = 2, kElements = 512"),),
+    "row_softmax": (("kColumns = 2048, kWarps = 12, kSlots = 24", "kColumns = 128, kWarps = 2, kSlots = 4"),),
+    "cast_fp8": (
+        ("kWarps = 12, kStages = 3, kElements = 2048", "kWarps = 2, kStages = 2, kElements = 512"),
+        ("kBatch = 8", "kBatch = 2"),
+    ),
 }
 SHAPE = {"scale_shift": (64, 2 * 2 * 1032), "row_softmax": (96, 4 * (512 + 16)), "cast_fp8": (64, 2 * (3072 + 16))}
 
@@ -67,8 +70,8 @@ FAULTS = [
     ("row_softmax", "(use - 1) & 1", "1"),
     ("row_softmax", "mbarrier_wait(full + slot, i / kSlots & 1);", ""),
     ("row_softmax", "tma_store_fence();", ""),
-    ("row_softmax", "tma_store_wait_read<1>();", ""),
-    ("row_softmax", "mbarrier_arrive(empty + (i - kWarps) % kSlots);", ""),
+    ("row_softmax", "tma_store_wait_read<0>();", ""),
+    ("row_softmax", "mbarrier_arrive(empty + slot);", ""),
     ("row_softmax", "  __syncthreads();\n", ""),
     ("row_softmax", "mbarrier_arrive_and_expect_tx(full + slot, kRowBytes);", "mbarrier_arrive(full + slot);"),
     ("cast_fp8", "mbarrier_wait(full + i % kStages, i / kStages & 1);", ""),
