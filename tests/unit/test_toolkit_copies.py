@@ -110,7 +110,7 @@ import numpy as np
 from cupyep import model, tma
 dst, src = np.zeros((4, 8), np.float32), np.ones((4, 8), np.float32)
 tma.copy(dst, src); tma.reduce_add(dst, src); tma.copy_rows(dst, [0], src, [1])
-print(tma.load_tile(tma.TensorMap(dst, (4, 4)), (0, 6))[:2].tolist())
+print(tma.load_tile(tma.TensorMap(dst, (2, 8)), (0, 4))[:, 2:6].tolist())
 try: tma.Overlap()
 except tma.launch.UnsupportedDeviceError as error: print(error)
 """
