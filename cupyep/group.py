@@ -25,6 +25,7 @@ class Group:
     """What Buffer is apart from its verbs. See Buffer for arguments and attributes."""
 
     num_sms: int | None = None  # of all Buffers; None: chosen by the model
+    _backend: Any = None  # for __del__, should creation fail
 
     def __init__(
         self,
@@ -38,7 +39,6 @@ class Group:
         device: int | None = None,
         timeout_s: float | None = 120,
     ) -> None:
-        self._backend: Any = None  # for __del__, should a check fail
         config = BufferConfig(num_nvl_bytes, num_rdma_bytes, low_latency_mode, max_tokens_per_rank, backend, timeout_s)
         group = connect(comm, timeout_s)
         self.rank, self.size = group.rank, group.size

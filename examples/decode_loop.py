@@ -68,11 +68,11 @@ class Layer:
     def experts(self, rows, dtype):
         """Each local expert on its rows `[num_local, rows, hidden]`. Rows that nobody sent are computed as well: their
         number is on the GPU, where it stays."""
-        if self.args.fp8:
-            codes, scales = rows
-            table = self.xp.asarray(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
-            rows = table[codes] * self.xp.repeat(scales, 128, axis=2)
         with np.errstate(all="ignore"):
+            if self.args.fp8:
+                codes, scales = rows
+                table = self.xp.asarray(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+                rows = table[codes] * self.xp.repeat(scales, 128, axis=2)
             return (rows.astype(np.float32) @ self.w_experts).astype(dtype)
 
     def dispatch(self, x, topk_idx, topk_weights):

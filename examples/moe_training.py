@@ -20,6 +20,8 @@ from tqdm import tqdm
 
 import cupyep
 
+LEARNT = 0.7  # the last loss is below this part of the first one
+
 
 def parse(argv=None):
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
@@ -188,17 +190,18 @@ def main(comm, args):
 
 
 def report(rank, args, buffer, losses):
-    """Prints both curves on rank 0; returns 1 if they differ or nothing was learnt, else 0."""
+    """Prints both curves on rank 0; returns 1 if they differ or too little was learnt."""
     difference = float(np.max(np.abs(losses[:, 0] / losses[:, 1] - 1)))
-    learnt = losses[-1, 0] < 0.7 * losses[0, 0]
+    learnt = losses[-1, 0] < LEARNT * losses[0, 0]
     passed = difference <= args.tolerance and learnt
     if rank == 0:
         print(f"{buffer.size} ranks, {buffer.backend} backend, {args.experts} experts, top-{args.topk}")
         for step in np.unique(np.linspace(0, args.steps - 1, 7).astype(int)):
             print(f"step {step:4d}: loss {losses[step, 0]:.6f}, in a single process {losses[step, 1]:.6f}")
-        verdict = "ok" if passed else "NOT LEARNT" if not learnt else "TOO LARGE"
-        verdict += f" (limit {args.tolerance:.0e})"
-        print(f"largest relative difference of {args.steps} losses: {difference:.1e}, {verdict}")
+        verdict = "ok" if difference <= args.tolerance else "TOO LARGE"
+        print(f"largest relative difference of {args.steps} losses: {difference:.1e}, {verdict} (limit {args.tolerance:.0e})")
+        if not learnt:
+            print(f"NOT LEARNT: the loss did not fall below {LEARNT} of the first one; --steps takes more")
     return 0 if passed else 1
 
 

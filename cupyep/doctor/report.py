@@ -15,7 +15,7 @@ def verdict(facts: Facts) -> str:
         return f"fix: {error}"
     mpi = facts["mpi"]
     if "error" in mpi and not _is_missing(mpi["error"], "mpi4py"):
-        return f"fix: mpi4py does not load its MPI library ({mpi['error']}); pip install 'cupyep[mpi]' brings one"
+        return f"fix: mpi4py does not load its MPI library ({mpi['error']}); the extra mpi brings one"
     if len(facts["cupy"]["wheels"]) > 1:
         return f"fix: uninstall all but one CuPy of {', '.join(facts['cupy']['wheels'])}"
     if not has_gpu(facts["gpus"]):
@@ -33,7 +33,7 @@ def _with_gpu(facts: Facts) -> str:
     if "error" in cupy:
         if not cupy["wheels"]:
             extra = "cuda12" if gpus.get("driver_cuda", "").startswith("12.") else "cuda13"
-            return f"fix: there is a GPU but no CuPy; pip install 'cupyep[{extra}]'"
+            return f"fix: there is a GPU but no CuPy; the extra {extra} brings it"
         return f"fix: {cupy['wheels'][0]} does not load ({cupy['error']})"
     if "error" in cuda:
         return f"fix: CUDA does not start on this GPU ({cuda['error']})"

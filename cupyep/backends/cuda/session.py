@@ -98,8 +98,8 @@ class Session(Backend):
     def _meet(self, value: Any) -> list[Any]:
         """Where ranks are threads: everybody's value. Who waits too long makes its record the verdict of all ranks.
 
-        A rank that comes after the others have left learns it while it waits, or its kernel does. Reading the abort word
-        here, before every launch, would wait for kernels that share a connection with the copy: milliseconds.
+        A rank that comes after the others have left learns it while it waits, or its kernel does. Reading the abort
+        word here, before every launch, would wait for kernels that share a connection with the copy: milliseconds.
         """
         if not self._comm.in_process or self._comm.size == 1:
             return []
