@@ -199,7 +199,8 @@ def report(rank, args, buffer, losses):
         for step in np.unique(np.linspace(0, args.steps - 1, 7).astype(int)):
             print(f"step {step:4d}: loss {losses[step, 0]:.6f}, in a single process {losses[step, 1]:.6f}")
         verdict = "ok" if difference <= args.tolerance else "TOO LARGE"
-        print(f"largest relative difference of {args.steps} losses: {difference:.1e}, {verdict} (limit {args.tolerance:.0e})")
+        verdict += f" (limit {args.tolerance:.0e})"
+        print(f"largest relative difference of {args.steps} losses: {difference:.1e}, {verdict}")
         if not learnt:
             print(f"NOT LEARNT: the loss did not fall below {LEARNT} of the first one; --steps takes more")
     return 0 if passed else 1

@@ -182,7 +182,11 @@ GPU_FACTS: dict[str, Any] = {
         ("mps", {"state": "off", "why": "?"}, r"ready \(cuda\)"),
         ("mpi", {"mpiexec": None, "error": "ModuleNotFoundError: No module named 'mpi4py'"}, r"ready \(cuda\)"),
         ("shared_memory", {"folder": "/dev/shm", "free_bytes": 0, "error": "full"}, r"ready \(cuda\)"),
-        ("cupy", {"wheels": [], "error": "ModuleNotFoundError"}, r"fix: .* GPU but no CuPy; the extra cuda13"),
+        (
+            "cupy",
+            {"wheels": [], "error": "ModuleNotFoundError"},
+            r"fix: .* GPU but no CuPy; the extra cuda13 brings it",
+        ),
         ("cupy", {"wheels": ["cupy-cuda12x 14", "cupy-cuda13x 14"], "nvrtc": "13.0"}, r"fix: uninstall all but one .*"),
         ("cupy", {"wheels": ["cupy-cuda12x 14"], "error": "OSError: nvrtc"}, r"fix: cupy-cuda12x 14 does not load .*"),
         ("cuda", {"error": "cudaErrorInsufficientDriver"}, r"fix: CUDA does not start on this GPU \(cudaError.*"),
