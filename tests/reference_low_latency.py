@@ -1,4 +1,7 @@
-"""The oracle of the low-latency mode: plain loops, nothing of cupyep imported. Lists are indexed by rank."""
+"""The oracle of the low-latency mode: plain loops, nothing of cupyep imported. Lists are indexed by rank.
+
+fp8_reference.py has the rule of the casts.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from reference import narrow, owner, widen
-
-GROUP = 128
-# e4m3 by its definition: 4 exponent bits with bias 7, 3 mantissa bits; all ones is NaN, so the largest is 448.
-E4M3 = np.array(
-    [(code & 7) * 2.0**-9 if code < 8 else (1 + (code & 7) / 8) * 2.0 ** ((code >> 3) - 7) for code in range(127)]
-)
 
 
 @dataclass
@@ -79,35 +76,3 @@ def combine(
             output[token] = narrow(total, dtype)
         outputs.append(output)
     return outputs
-
-
-def quantize(x: np.ndarray, round_scale: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(e4m3 codes uint8, scales float32) of rows, 128 values at a time."""
-    codes = np.empty(x.shape, np.uint8)
-    scales = np.empty((len(x), x.shape[1] // GROUP), np.float32)
-    for row in range(len(x)):
-        for group in range(scales.shape[1]):
-            part = slice(group * GROUP, (group + 1) * GROUP)
-            values = widen(x[row, part])
-            known = np.abs(values[~np.isnan(values)])
-            amax = max(known.max() if known.size else np.float32(0), np.float32(1e-4))
-            with np.errstate(invalid="ignore", divide="ignore"):
-                scale, inverse = np.float32(amax / np.float32(448)), np.float32(np.float32(448) / amax)
-                if round_scale:
-                    mantissa, exponent = np.frexp(scale)
-                    if np.isfinite(scale):
-                        scale = np.ldexp(np.float32(1), exponent - (mantissa == 0.5))
-                    inverse = np.float32(1) / scale
-                codes[row, part] = nearest(values * inverse)
-            scales[row, group] = scale
-    return codes, scales
-
-
-def nearest(values: np.ndarray) -> np.ndarray:
-    """The e4m3 codes next to float32 `values`; of two equally near the even one; past the largest, the largest."""
-    distance = np.abs(E4M3 - np.minimum(np.abs(values.astype(np.float64)), 448.0)[:, None])
-    code = distance.argmin(1)  # the lower of two
-    after = np.minimum(code + 1, len(E4M3) - 1)
-    is_tie = (after > code) & (distance[np.arange(len(code)), after] == distance.min(1))
-    code = np.where(is_tie & (code % 2 == 1), after, code) | np.where(np.signbit(values), 0x80, 0)
-    return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import fp8_reference
 import ml_dtypes
 import numpy as np
 import reference_low_latency as reference
@@ -90,7 +91,7 @@ def expect(job: Job) -> tuple[list[list[reference.Expert]], Any]:
 def _expect(job: Job) -> tuple[list[list[reference.Expert]], Any]:
     inputs = [job.inputs(rank) for rank in range(job.case.num_ranks)]
     experts = reference.dispatch([idx for _, idx, _ in inputs], job.case.num_experts, set(job.masked))
-    quantized = [reference.quantize(x, job.options["round_scale"]) for x, *_ in inputs] if job.fp8 else None
+    quantized = [fp8_reference.quantize(x, 128, job.options["round_scale"]) for x, *_ in inputs] if job.fp8 else None
     return experts, quantized
 
 
