@@ -22,8 +22,9 @@ from cupyep.backends.cuda.experts import Experts
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.backends.cuda.launcher import Launcher
 from cupyep.backends.cuda.low_latency import CudaLowLatency
+from cupyep.backends.cuda.meetings import Meetings
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
-from cupyep.comm import Communicator, LocalComm
+from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import PeerError
 from cupyep.layout import ControlLayout
@@ -41,10 +42,9 @@ class CudaBackend(Dispatch, Combine):
         self._claim = devices.choose(comm, device, num_sms, config.timeout_s)
         self._device = self._claim.device
         self._machine, self._wanted_sms = devices.machine(self._device), dict[tuple[Operation, int, int], int]()
-        self._launches = comm.duplicate() if isinstance(comm, LocalComm) else comm
         try:
             with cupy.cuda.Device(self._device):
-                self._comm_stream, self._abort_stream = CommStream(), cupy.cuda.Stream(non_blocking=True)
+                self._comm_stream, self._meetings = CommStream(), Meetings(comm, config.timeout_s)
                 self._kernels: Kernels = self._together("load kernels", lambda: devices.load(self._device, comm.size))
                 self._resize(self.capacity)
                 if config.low_latency_mode:
@@ -62,7 +62,7 @@ class CudaBackend(Dispatch, Combine):
         num_sms = cupy.cuda.Device(self._device).attributes["MultiProcessorCount"]
         self._experts = Experts(self._kernels, self._blocks, self._comm_stream.stream, num_sms)
         self._launcher = Launcher(self._arena, self._kernels, self._comm, timeout_s, self._comm_stream.stream)
-        self._comm.watch = self._launches.watch = self._check_abort
+        self._comm.watch = self._meetings.comm.watch = self._check_abort
         if old is not None:
             self._comm_stream.stream.synchronize()
             old.close(collective=True)
@@ -70,7 +70,7 @@ class CudaBackend(Dispatch, Combine):
     def _create_low_latency(self) -> CudaLowLatency:
         with cupy.cuda.Device(self._device):
             return CudaLowLatency(
-                self._comm, self._launches, self._config, self._claim, self._kernels, self._comm_stream, self._fail
+                self._comm, self._meetings, self._config, self._claim, self._kernels, self._comm_stream, self._fail
             )
 
     def _load(self, shape: Shape) -> None:
@@ -172,8 +172,7 @@ class CudaBackend(Dispatch, Combine):
         with cupy.cuda.Device(self._device):
             if self._low_latency:
                 self._low_latency.abort()
-            self._launcher.abort(AbortKind.RAISED, self._comm.rank, self._abort_stream)
-            self._abort_stream.synchronize()
+            self._meetings.abort(self._launcher, AbortKind.RAISED, self._comm.rank)
 
     def close(self, *, collective: bool) -> None:
         devices.release(self._claim)
@@ -184,6 +183,6 @@ class CudaBackend(Dispatch, Combine):
             if self._low_latency:
                 self._low_latency.close(collective=collective)
             self._arena.close(collective=collective)
-        self._comm.watch = self._launches.watch = None  # or communicator, launcher and arena would be a cycle
+        self._comm.watch = self._meetings.comm.watch = None  # or communicator, launcher and arena would be a cycle
         if collective:
             self._comm.free()

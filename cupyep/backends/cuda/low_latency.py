@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import cupy
@@ -15,13 +16,14 @@ from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena, abort_word
 from cupyep.backends.cuda.arrays import is_plain, plain
 from cupyep.backends.cuda.kernels import Call, Kernels
-from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
+from cupyep.backends.cuda.meetings import Meetings
+from cupyep.backends.cuda.streams import CommStream, CudaEvent
 from cupyep.backends.low_latency import LowLatency, LowLatencyCall
 from cupyep.backends.low_latency_shape import CHANNELS, COMBINE, DISPATCH, GIVEN, NUM_REGIONS, LowLatencyShape, offsets
 from cupyep.backends.verdict import abort_error
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
-from cupyep.errors import PeerError, PeerTimeoutError, StateError
+from cupyep.errors import PeerError, StateError
 
 RECORDS = {operation: index for index, operation in enumerate(CHANNELS)}  # of the pinned host memory
 PARAMS = {DISPATCH: low_latency_abi.DISPATCH_PARAMS, COMBINE: low_latency_abi.COMBINE_PARAMS}
@@ -146,7 +148,7 @@ class CudaLowLatency(LowLatency):
     def __init__(
         self,
         comm: Communicator,
-        launches: Communicator,
+        meetings: Meetings,
         config: BufferConfig,
         claim: devices.Claim,
         kernels: Kernels,
@@ -154,9 +156,7 @@ class CudaLowLatency(LowLatency):
         failed: Callable[[PeerError], None],
     ) -> None:
         self._device, self._kernels, self._comm_stream, self._failed = claim.device, kernels, comm_stream, failed
-        self.max_num_sms, self._in_threads = devices.whole_share(claim), comm.in_process and comm.size > 1
-        self._launches = launches  # see Session
-        self._abort_stream = cupy.cuda.Stream(non_blocking=True)
+        self.max_num_sms, self._meetings = devices.whole_share(claim), meetings
         self._masks = cupy.zeros(comm.size, np.int32)
         self._arenas: list[Arena] = []  # the last one is in use; captured graphs may still use the others
         self._launcher: LowLatencyLauncher | None = None
@@ -199,14 +199,14 @@ class CudaLowLatency(LowLatency):
             if env.poison() and call.operation == DISPATCH and phases & Phase.RECEIVE:
                 for name in GIVEN:
                     runtime.memsetAsync(call.results[name].data.ptr, 0xFF, call.results[name].nbytes, current.ptr)
-            self._meet(current.ptr)
-            if async_finish:
-                self._comm_stream.follow(current)
-            elif call.channel in self._behind and not self._capturing():
-                current.wait_event(self._behind.pop(call.channel)[0])
-            num_ctas = call.num_sms or num_sms
-            self._launcher.launch(call, phases, self.masks_on_timeout, num_ctas, stream)
-            self._meet(None)
+            # Where a rank may be late nobody meets.
+            with nullcontext() if self.masks_on_timeout else self._meetings.around(self._launcher, current):
+                if async_finish:
+                    self._comm_stream.follow(current)
+                elif call.channel in self._behind and not self._capturing():
+                    current.wait_event(self._behind.pop(call.channel)[0])
+                num_ctas = call.num_sms or num_sms
+                self._launcher.launch(call, phases, self.masks_on_timeout, num_ctas, stream)
             event = None
             if async_finish:
                 event = self._comm_stream.record()
@@ -223,21 +223,6 @@ class CudaLowLatency(LowLatency):
                 f"{name}: expected contiguous memory that starts at a multiple of 16 bytes, to be captured"
             )
         return plain(array)
-
-    def _meet(self, value: Any) -> None:
-        """Where ranks are threads they meet before and after each launch, unless one may be late. See Session."""
-        if not self._in_threads or self.masks_on_timeout or self._capturing():
-            return
-        try:
-            values = self._launches.allgather(value, operation="launch", timeout_s=self._config.timeout_s)
-        except PeerError as error:
-            kind = AbortKind.TIMEOUT if isinstance(error, PeerTimeoutError) else AbortKind.RAISED
-            self._tell(kind, error.peer)
-            if self._launcher:
-                self._launcher.check_abort()  # one record is the verdict of all ranks
-            raise
-        if value is not None:
-            check_rank_streams(values)
 
     def set_mask(self, rank: int, masked: bool) -> None:
         with cupy.cuda.Device(self._device):  # on the current stream, without a kernel that might have to be loaded
@@ -273,12 +258,8 @@ class CudaLowLatency(LowLatency):
             self._launcher.check_abort()
 
     def abort(self) -> None:
-        self._tell(AbortKind.RAISED, self._comm.rank)
-
-    def _tell(self, kind: AbortKind, peer: int) -> None:
         if self._launcher:
-            self._launcher.abort(kind, peer, self._abort_stream)
-            self._abort_stream.synchronize()
+            self._meetings.abort(self._launcher, AbortKind.RAISED, self._comm.rank)
 
     def close(self, *, collective: bool) -> None:
         self._launcher = None  # nobody looks at an arena's abort word when it is gone

@@ -1,4 +1,4 @@
-"""One operation on the GPU: in which order streams wait, where threads as ranks meet, and how errors come up."""
+"""One operation on the GPU: in which order streams wait, and how errors come up."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from cupyep.backends.cuda.blocks import Blocks
 from cupyep.backends.cuda.devices import Claim
 from cupyep.backends.cuda.experts import Experts
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher
-from cupyep.backends.cuda.streams import CommStream, CudaEvent, check_rank_streams
-from cupyep.comm import Communicator
-from cupyep.errors import ArenaExhaustedError, PeerError, PeerTimeoutError, StateError
+from cupyep.backends.cuda.meetings import Meetings
+from cupyep.backends.cuda.streams import CommStream, CudaEvent
+from cupyep.errors import ArenaExhaustedError, PeerError, StateError
 
 T = TypeVar("T")
 
@@ -35,9 +35,8 @@ class Session(Backend):
     _blocks: Blocks
     _comm_stream: CommStream
     _experts: Experts
-    _abort_stream: cupy.cuda.Stream
     _launcher: Launcher
-    _launches: Communicator  # of threads: for meetings around launches alone, which nothing else may be taken for
+    _meetings: Meetings
 
     def _together(self, step: str, action: Callable[[], T]) -> T:
         """Collective: our own result of `action`, which must have succeeded on every rank."""
@@ -82,35 +81,10 @@ class Session(Backend):
 
     @contextmanager
     def _launching(self, operation: Operation, current: Any) -> Iterator[None]:
-        """Launches of one operation.
-
-        Threads as ranks meet before and after: until all have launched, no rank may make a call that waits for the
-        context (an allocation, a module load), because a kernel of another rank already waits for this rank's.
-        """
+        """Launches of one operation."""
         self._launcher.operation = operation
-        if current.is_capturing():  # nothing is launched, so nobody can be late
+        with self._meetings.around(self._launcher, current):
             yield
-            return
-        check_rank_streams(self._meet(current.ptr))
-        yield
-        self._meet(None)
-
-    def _meet(self, value: Any) -> list[Any]:
-        """Where ranks are threads: everybody's value. Who waits too long makes its record the verdict of all ranks.
-
-        A rank that comes after the others have left learns it while it waits, or its kernel does. Reading the abort
-        word here, before every launch, would wait for kernels that share a connection with the copy: milliseconds.
-        """
-        if not self._comm.in_process or self._comm.size == 1:
-            return []
-        try:
-            return self._launches.allgather(value, operation="launch", timeout_s=self._config.timeout_s)
-        except PeerError as error:
-            kind = AbortKind.TIMEOUT if isinstance(error, PeerTimeoutError) else AbortKind.RAISED
-            self._launcher.abort(kind, error.peer, self._abort_stream)
-            self._abort_stream.synchronize()
-            self._launcher.check_abort()
-            raise
 
     def _agree(self, shape: Shape, handle: CudaHandle, current: Any) -> None:
         """Collective on a shape's first use: all ranks mean the same, then it is loaded."""
@@ -127,7 +101,7 @@ class Session(Backend):
             return event.synchronize()
         while not event.done:
             if failed := self._comm.failed_peer():
-                self._launcher.abort(AbortKind.RAISED, failed[0], self._abort_stream)
+                self._meetings.abort(self._launcher, AbortKind.RAISED, failed[0])
                 return event.synchronize()
             time.sleep(10e-6)
 
