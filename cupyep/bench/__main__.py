@@ -55,12 +55,16 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument("--backend", choices=("auto", "cuda", "numpy"), default="auto")
         return added
 
-    def case(added: argparse.ArgumentParser, tokens: list[int]) -> argparse.ArgumentParser:
+    def case(
+        added: argparse.ArgumentParser, tokens: list[int], modes: Sequence[str] = tuple(MODES), mode: str = "bf16"
+    ) -> argparse.ArgumentParser:
         added.add_argument("--tokens", type=_positive, nargs="+", default=tokens, help="per rank")
         added.add_argument("--hidden", type=_positive, nargs="+", default=[7168], help="elements of a row")
         added.add_argument("--topk", type=_positive, default=8)
         added.add_argument("--experts", type=_positive, default=256)
-        added.add_argument("--mode", choices=MODES, nargs="+", default=["bf16"])
+        if modes:
+            added.add_argument("--mode", choices=modes, nargs="+")
+        added.set_defaults(mode=[mode])
         return added
 
     def sms(added: argparse.ArgumentParser, default: list[int]) -> argparse.ArgumentParser:
@@ -74,6 +78,11 @@ def parser() -> argparse.ArgumentParser:
     sweep = case(group(command("sweep", _sweep, "Cost along SMs, hidden, tokens and ranks, beside the model.")), [4096])
     sms(sweep, [8]).add_argument("--axes", choices=AXES, nargs="+", default=AXES)
     sms(case(group(command("barrier", _barrier, "Barriers, and batches of few tokens.")), [1, 8, 64, 128]), [8])
+    text = "The options of dispatch and combine, each beside what it is to be compared with; bf16 and fp8."
+    sms(case(group(command("options", _options, text)), [4096], modes=()), [8])
+    text = "The low-latency mode, beside its bytes and the bare barrier."
+    low_latency = case(group(command("low-latency", _low_latency, text)), [128], modes=("bf16", "fp8"), mode="fp8")
+    low_latency.add_argument("--sms", type=_positive, nargs="+", help="per rank; default: all that a rank has")
     case(group(command("baseline", _baseline, "The same by MPI or NCCL; start it with mpirun.")), [4096])
     text = "What SMs can load, store and copy; with --peer, from and to other ranks' memory."
     ceilings = sms(group(command("ceilings", _ceilings, text)), [1, 4, 8, 16, 32, 64, 132])
@@ -124,6 +133,22 @@ def _barrier(arguments: argparse.Namespace) -> Results | None:
 
     world = World(arguments.ranks, arguments.backend)
     return _collect(arguments, world, barrier.run(world, _cases(arguments), arguments.sms, arguments.calls))
+
+
+def _options(arguments: argparse.Namespace) -> Results | None:
+    from cupyep.bench import options
+
+    world = World(arguments.ranks, arguments.backend)
+    results = _collect(arguments, world, options.run(world, _cases(arguments), arguments.sms, arguments.calls))
+    return results and options.compared(results)
+
+
+def _low_latency(arguments: argparse.Namespace) -> Results | None:
+    from cupyep.bench import low_latency
+
+    world = World(arguments.ranks, arguments.backend)
+    results = low_latency.run(world, _cases(arguments), arguments.sms or [], arguments.calls)
+    return _collect(arguments, world, results)
 
 
 def _baseline(arguments: argparse.Namespace) -> Results | None:

@@ -1,6 +1,6 @@
 """Barriers and small batches: what is left when there are hardly any bytes.
 
-A bare barrier is timed inside one launch that does many (kernels.NUM_BARRIERS), so that its time has no launch in it: a
+A bare barrier is timed inside one launch that does many (gpu.NUM_BARRIERS), so that its time has no launch in it: a
 post to every rank, the wait for theirs, the verdict, and the epoch's advance. Kernels of a small batch are replayed in
 one CUDA graph, because launching one costs the host more than it runs; their time has a graph's gap between kernels in
 it, which the line "barrier, in a graph" shows: a barrier kernel does little else.
@@ -29,9 +29,9 @@ def run(world: World, cases: list[Case], num_sms: list[int], calls: int) -> Iter
         return
     for number, case in enumerate(progress(cases, "barrier", show=world.is_first)):
         for sms in ep.fitting(world, num_sms):
-            ranks = ep.open_ranks(world, case, sms)
+            ranks = ep.open_ranks(world, ep.rank_class(world), case, sms)
             if number == 0:
-                yield _bare(world, ranks, calls)
+                yield bare(world, ranks, calls)
             ep.verify_kernels(world, ranks, sms)
             for verb, action in (("dispatch", "push"), ("combine", "pull"), ("barrier", "barrier")):
                 timing = in_graph(world, ranks, action, sms, calls)
@@ -43,8 +43,9 @@ def run(world: World, cases: list[Case], num_sms: list[int], calls: int) -> Iter
             world.on(ranks, lambda rank: rank.close())
 
 
-def _bare(world: World, ranks: list[Any], calls: int) -> dict[str, Any]:
-    from cupyep.bench.kernels import NUM_BARRIERS
+def bare(world: World, ranks: list[Any], calls: int) -> dict[str, Any]:
+    """Collective: the line of the bare barrier, by ranks on GPUs."""
+    from cupyep.bench.gpu import NUM_BARRIERS
 
     return _result(world, "barrier, bare", time_of(world, ranks, "barriers", 1, "kernel", calls), NUM_BARRIERS)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyep.bench import ep
-from cupyep.bench.cases import Case
+from cupyep.bench.cases import VERBS, Case
 from cupyep.bench.exchange import exchanges
 from cupyep.bench.ranks import bits
 from cupyep.bench.report import progress
@@ -33,16 +33,17 @@ class Plan:
         self.send_counts = [len(tokens) for tokens in self.tokens]
         self.recv_counts = list(rank.sent.handle.num_recv_tokens_per_rank)
 
-    def dispatch(self, exchange: Callable[..., Any]) -> Any:
-        return exchange(bits(self.rank.rows)[self.order], self.send_counts, self.recv_counts)
+    def dispatch(self, exchange: Callable[..., Any]) -> list[Any]:
+        """What came of x, or of its data and its scales."""
+        return [exchange(part[self.order], self.send_counts, self.recv_counts) for part in _parts(self.rank.x)]
 
-    def combine(self, exchange: Callable[..., Any]) -> Any:
-        rows = exchange(bits(self.rank.sent.recv_x), self.recv_counts, self.send_counts).view(self.rank.rows.dtype)
+    def combine(self, exchange: Callable[..., Any]) -> list[Any]:
+        rows = exchange(bits(self.rank.y), self.recv_counts, self.send_counts).view(self.rank.rows.dtype)
         total, start = self.xp.zeros(self.rank.rows.shape, np.float32), 0
         for tokens in self.tokens:  # by ascending rank, as Buffer does
             total[tokens] += rows[start : start + len(tokens)].astype(np.float32)
             start += len(tokens)
-        return bits(total.astype(self.rank.rows.dtype))
+        return [bits(total.astype(self.rank.rows.dtype))]
 
     def check(self, exchange: Callable[..., Any]) -> None:
         """Raises AssertionError unless both give what Buffer gave."""
@@ -50,7 +51,7 @@ class Plan:
             ("dispatch", self.dispatch(exchange), self.rank.sent.recv_x),
             ("combine", self.combine(exchange), self.rank.combined.combined_x),
         ):
-            if not bool((got == bits(expected)).all()):
+            if not all(bool((one == other).all()) for one, other in zip(got, _parts(expected), strict=True)):
                 raise AssertionError(f"rank {self.rank.rank}: baseline {verb} differs from Buffer's")
 
 
@@ -58,9 +59,9 @@ def run(world: World, cases: list[Case], calls: int) -> Iterator[dict[str, Any]]
     """Collective: dispatch and combine of each case over every exchange there is; a note for the others."""
     available = list(exchanges(world))
     for case in progress(cases, "baseline", show=world.is_first):
-        ranks = ep.open_ranks(world, case, None)
+        ranks = ep.open_ranks(world, ep.rank_class(world), case, None)
         plans = world.on(ranks, Plan)
-        logical, wire = (ep.mean(world, [getattr(r, f"{kind}_bytes") for r in ranks]) for kind in ("logical", "wire"))
+        moved = {verb: ep.moved_bytes(world, ranks, verb) for verb in VERBS}
         for name, exchange, why_not in available:
             common = {"benchmark": "baseline", "num_ranks": world.size, "ranks_per_device": world.ranks_per_device}
             if exchange is None:
@@ -76,9 +77,13 @@ def run(world: World, cases: list[Case], calls: int) -> Iterator[dict[str, Any]]
                     "scope": "API",
                     **asdict(case),
                     **ep.times(timing),
-                    **ep.rates(logical, wire, timing),
+                    **ep.rates(*moved[verb.__name__], timing),
                 }
         world.on(ranks, lambda rank: rank.close())
+
+
+def _parts(x: Any) -> list[Any]:
+    return [bits(part) for part in (x if isinstance(x, tuple) else (x,))]
 
 
 def _time(world: World, verb: Callable[..., Any], exchange: Callable[..., Any], calls: int, plan: Plan) -> Timing:

@@ -9,27 +9,43 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupyep.quantize import dequantize_fp8, quantize_fp8
+
+VERBS = ("dispatch", "combine")
+
 
 @dataclass(frozen=True)
 class Mode:
     """A way to dispatch and combine. Another mode is another entry of MODES.
 
-    dtype: of the rows; options: further keywords of Buffer.dispatch; encode: makes dispatch's x of a row array, where
-    the two differ (data and scales); row_bytes: payload of a row, from hidden.
+    dtype: of the rows that are made and that combine adds; options: further keywords of Buffer.dispatch. Where dispatch
+    sends something else, encode makes its x of rows, decode makes rows of what it received, and sent is the type of its
+    data.
     """
 
     dtype: np.dtype
     options: dict[str, Any] = field(default_factory=dict)
     encode: Callable[[Any], Any] = lambda rows: rows
+    decode: Callable[[Any], Any] = lambda received: received
+    sent: np.dtype | None = None
 
-    def row_bytes(self, hidden: int) -> int:
-        return hidden * self.dtype.itemsize
+    def row_bytes(self, verb: str, hidden: int) -> int:
+        """Payload of a row of one of VERBS; scales, ids and weights do not count."""
+        dtype = self.sent if self.sent is not None and verb == "dispatch" else self.dtype
+        return hidden * dtype.itemsize
 
 
+BF16 = np.dtype(ml_dtypes.bfloat16)
 MODES = {
-    "bf16": Mode(np.dtype(ml_dtypes.bfloat16)),
+    "bf16": Mode(BF16),
     "fp16": Mode(np.dtype(np.float16)),
     "fp32": Mode(np.dtype(np.float32)),
+    "fp8": Mode(
+        BF16,
+        encode=quantize_fp8,
+        decode=lambda received: dequantize_fp8(*received),
+        sent=np.dtype(ml_dtypes.float8_e4m3fn),
+    ),
 }
 
 
@@ -53,16 +69,19 @@ class Case:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
-    @property
-    def row_bytes(self) -> int:
-        return MODES[self.mode].row_bytes(self.hidden)
+    def row_bytes(self, verb: str) -> int:
+        """Payload of a row of one of VERBS."""
+        return MODES[self.mode].row_bytes(verb, self.hidden)
 
     def routing(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """topk_idx `[num_tokens, num_topk]` int64, distinct in a row, and topk_weights float32, both random."""
+        """topk_idx `[num_tokens, num_topk]` int64, distinct in a row, and topk_weights float32, both random.
+
+        Weights are sixteenths up to 1, so that sums of weighted rows are exact in float32.
+        """
         rng = np.random.default_rng(rank)
         scores = rng.random((self.num_tokens, self.num_experts), dtype=np.float32)
         idx = np.argpartition(scores, self.num_topk - 1, axis=1)[:, : self.num_topk].astype(np.int64)
-        return idx, rng.random(idx.shape, dtype=np.float32)
+        return idx, rng.integers(1, 17, idx.shape).astype(np.float32) / 16
 
     def rows(self, rank: int) -> np.ndarray:
         """`[num_tokens, hidden]`: multiples of 1/32 below 4, so that the sum of any 8 is exact in every mode.
@@ -78,7 +97,7 @@ class Case:
 def count_bytes(send_row: np.ndarray, rank: int, row_bytes: int) -> tuple[int, int]:
     """(logical, wire) bytes of one rank: `send_row[token, destination] >= 0` is a row pushed, and later pulled.
 
-    Logical counts each (token, destination rank) once; wire leaves out the rank itself. Ids and weights do not count.
+    Logical counts each (token, destination rank) once; wire leaves out the rank itself.
     """
     goes = np.asarray(send_row) >= 0
     logical = int(goes.sum()) * row_bytes

@@ -23,7 +23,8 @@ Predict = Callable[[model.Traffic, int, model.Machine], model.Estimate]
 class Line:
     """A line of the table. action, ceiling: methods of a rank, by name, with the number of SMs as their argument.
 
-    scope: "kernel" (launched alone, GPU only) or "API" (a whole call of Buffer).
+    scope: as in time_of: "kernel" (launched alone), "API" (a whole call of Buffer), "graph". verb: up to a comma it
+    says whose bytes move.
     """
 
     verb: str
@@ -31,6 +32,10 @@ class Line:
     action: str
     predict: Predict | None = None
     ceiling: str | None = None
+
+    @property
+    def moves(self) -> str:
+        return self.verb.partition(",")[0]
 
 
 LINES = (
@@ -48,19 +53,33 @@ def run(
     world: World, cases: list[Case], num_sms: list[int], calls: int, lines: tuple[Line, ...] = LINES
 ) -> Iterator[dict[str, Any]]:
     """Collective: the results of every case, number of SMs and line; on the NumPy backend, of whole calls alone."""
-    num_sms = fitting(world, num_sms)
-    lines = tuple(line for line in lines if line.scope == "API" or world.backend == "cuda")
+    num_sms, kind = fitting(world, num_sms), rank_class(world)
+    lines = possible(lines, kind)
     steps = iter(progress(range(len(cases) * len(num_sms) * len(lines)), "ep", show=world.is_first))
     for case in cases:
-        ranks = open_ranks(world, case, max(num_sms, key=lambda sms: sms or 0))
+        ranks = open_ranks(world, kind, case, max(num_sms, key=lambda sms: sms or 0))
         for sms in num_sms:
             if world.backend == "cuda":
                 verify_kernels(world, ranks, sms)
             for line in lines:
                 next(steps)
-                yield _result(world, case, ranks, sms, line, calls)
+                yield {"benchmark": "ep", **result(world, case, ranks, sms, line, calls)}
         world.on(ranks, lambda rank: rank.close())
     next(steps, None)
+
+
+def possible(lines: tuple[Line, ...], kind: type[Rank]) -> tuple[Line, ...]:
+    """Those of `lines` that ranks of that kind can do: without a GPU, whole calls alone."""
+    return tuple(line for line in lines if hasattr(kind, line.action))
+
+
+def rank_class(world: World) -> type[Rank]:
+    """Of a rank on the world's backend."""
+    if world.backend == "numpy":
+        return Rank
+    from cupyep.bench.kernels import CudaRank
+
+    return CudaRank
 
 
 def fitting(world: World, num_sms: list[int]) -> list[Any]:
@@ -73,17 +92,15 @@ def fitting(world: World, num_sms: list[int]) -> list[Any]:
     return [sms for sms in num_sms if sms <= most] or [most]
 
 
-def open_ranks(world: World, case: Case, most_sms: int | None) -> list[Any]:
+def open_ranks(world: World, kind: type[Rank], case: Case, most_sms: int | None) -> list[Any]:
     """Collective: this process's ranks, whose results were verified."""
-    if world.backend == "numpy":
-        return world.each(Rank, case, world.backend)
-    from cupyep.bench.kernels import CudaRank
-
-    Buffer.set_num_sms(most_sms)
-    ranks = world.each(CudaRank, case, world.backend)
-    offsets = world.gather([rank.prepare() for rank in ranks])
-    for rank in ranks:
-        rank.connect(offsets)
+    if world.backend == "cuda":
+        Buffer.set_num_sms(most_sms)
+    ranks: list[Any] = world.each(kind, case, world.backend, kind.heap_bytes(case, world.size))
+    if world.backend == "cuda":
+        offsets = world.gather([rank.prepare() for rank in ranks])
+        for rank in ranks:
+            rank.connect(offsets)
     return ranks
 
 
@@ -99,11 +116,10 @@ def verify_kernels(world: World, ranks: list[Any], num_sms: int) -> None:
     world.on(ranks, lambda rank: rank.check())
 
 
-def _result(world: World, case: Case, ranks: list[Any], sms: int | None, line: Line, calls: int) -> dict[str, Any]:
+def result(world: World, case: Case, ranks: list[Any], sms: int | None, line: Line, calls: int) -> dict[str, Any]:
+    """Collective: the line, measured."""
     timing = time_of(world, ranks, line.action, sms, line.scope, calls)
-    logical, wire = (mean(world, [getattr(rank, f"{kind}_bytes") for rank in ranks]) for kind in ("logical", "wire"))
-    result = {
-        "benchmark": "ep",
+    fields = {
         "verb": line.verb,
         "scope": line.scope,
         "backend": world.backend,
@@ -115,19 +131,24 @@ def _result(world: World, case: Case, ranks: list[Any], sms: int | None, line: L
         "in_graph": timing.in_graph,
         **times(timing),
     }
-    if line.verb == "barrier":
-        return result
-    result |= rates(logical, wire, timing)
+    if line.action in ranks[0].memory_bytes:
+        moved = mean(world, [rank.memory_bytes[line.action] for rank in ranks])
+        return {**fields, "memory_bytes": moved, "gbps": moved / timing.mean / 1e9}
+    if line.moves not in ranks[0].bytes:
+        return fields
+    logical, wire = moved_bytes(world, ranks, line.moves)
+    fields |= rates(logical, wire, timing)
     if line.predict is not None and sms is not None:
-        destinations = logical / case.row_bytes / case.num_tokens
+        row_bytes = case.row_bytes(line.moves)
+        destinations = logical / row_bytes / case.num_tokens
         traffic = model.Traffic(
-            case.num_tokens, case.row_bytes, world.size, world.ranks_per_device, case.num_topk, destinations
+            case.num_tokens, row_bytes, world.size, world.ranks_per_device, case.num_topk, destinations
         )
-        result["predicted_us"] = line.predict(traffic, sms, world.machine()).seconds * 1e6
-    if line.ceiling is not None and ranks[0].probe is not None:
+        fields["predicted_us"] = line.predict(traffic, sms, world.machine()).seconds * 1e6
+    if line.ceiling is not None and ranks[0].ceiling_bytes(line.moves):
         seconds = time_of(world, ranks, line.ceiling, sms, "kernel", calls).mean
-        result["ceiling_gbps"] = mean(world, [rank.ceiling_bytes for rank in ranks]) / seconds / 1e9
-    return result
+        fields["ceiling_gbps"] = mean(world, [rank.ceiling_bytes(line.moves) for rank in ranks]) / seconds / 1e9
+    return fields
 
 
 def times(timing: Timing) -> dict[str, float]:
@@ -152,6 +173,13 @@ def rates(logical: float, wire: float, timing: Timing) -> dict[str, float]:
     }
 
 
+def moved_bytes(world: World, ranks: list[Any], verb: str) -> tuple[float, float]:
+    """Collective: (logical, wire) bytes of one dispatch or combine, the mean over all ranks."""
+    logical, wire = (mean(world, [rank.bytes[verb][kind] for rank in ranks]) for kind in (0, 1))
+    return logical, wire
+
+
 def mean(world: World, values: list[int]) -> float:
+    """Collective: of all ranks' values."""
     everyone = world.gather(values)
     return sum(everyone) / len(everyone)

@@ -42,10 +42,9 @@ def steps(tokens: list[int], hidden: int, *, quick: bool) -> list[Step]:
     """The measurements; `quick` keeps every kind and drops most of the SMs."""
     sms = tuple(map(str, SMS[3:5] if quick else SMS))
     case = ("--tokens", *map(str, tokens), "--hidden", str(hidden))
-    modes = ("--mode", *(mode for mode in ("bf16", "fp8") if mode in MODES))
-    row_bytes = ("--row-bytes", str(MODES["bf16"].row_bytes(hidden)))
+    row_bytes = ("--row-bytes", str(MODES["bf16"].row_bytes("dispatch", hidden)))
     return [
-        Step("dispatch and combine", ("ep", *modes, "--sms", *sms, *case), 180),
+        Step("dispatch and combine", ("ep", "--mode", "bf16", "fp8", "--sms", *sms, *case), 180),
         Step("barrier and small batches", ("barrier", "--hidden", str(hidden)), 60),
         Step("ceilings between GPUs", ("ceilings", "--peer", "--sms", *sms, *row_bytes), 90),
         Step("ceilings of one GPU", ("ceilings", "--sms", "1", "8", "32", "132", *row_bytes), 60, alone=True),

@@ -11,7 +11,7 @@ Result = dict[str, Any]
 PANELS = {
     "bandwidth": ("num_sms", "logical_gbps", {"ceiling_gbps": ":"}),
     "row size": ("hidden", "logical_gbps", {"ceiling_gbps": ":"}),
-    "latency": ("num_tokens", "time_us", {"predicted_us": "--"}),
+    "latency": ("num_tokens", "time_us", {"predicted_us": "--", "goal_us": ":"}),
     "cost of ranks": ("num_ranks", "us_per_mb", {}),
     "hardware": ("num_sms", "gbps", {}),
 }
@@ -26,7 +26,7 @@ LABELS = {
     "us_per_mb": "µs per MB, logical",
 }
 _AXES = ("num_sms", "hidden", "num_tokens", "num_ranks")
-_STYLES = {"ceiling_gbps": "ceiling", "predicted_us": "predicted"}
+_STYLES = {"ceiling_gbps": "ceiling", "predicted_us": "predicted", "goal_us": "goal"}
 
 
 def draw(path: Path, results: Sequence[Result], title: str) -> list[str]:

@@ -129,6 +129,8 @@ COLUMNS = {
     "wire_gbps": ("wire", ".4g"),
     "ceiling_gbps": ("ceiling", ".4g"),
     "predicted_us": ("predicted us", ".1f"),
+    "bytes_us": ("bytes us", ".1f"),
+    "goal_us": ("goal us", ".1f"),
     "note": ("", "s"),
 }
 

@@ -1,4 +1,4 @@
-"""The time of one action of all ranks: whole calls by each rank itself, kernels by one thread or in a graph."""
+"""The time of one action of all ranks: whole calls by each rank itself, kernels and graphs by one thread."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ IN_GRAPH_IF_SHORT = ("push", "pull", "push_ceiling", "pull_ceiling")
 def time_of(world: World, ranks: list[Any], action: str, sms: int | None, scope: str, calls: int) -> Timing:
     """Collective: the time of one `action` of every rank; of the slowest rank.
 
-    Kernels of threads are launched by one thread, so that no rank waits for Python in another; calls come from each
-    rank's own thread. Kernels that take less time than to launch them are measured in a graph.
+    scope: "kernel", "graph" (the action captured once and replayed), "API" (whole calls), or "host" (until a call
+    returns, whatever the GPU still does). Kernels and graphs of threads are launched by one thread, so that no rank
+    waits for Python in another; calls come from each rank's own thread. Kernels that take less time than to launch them
+    are measured in a graph.
     """
+    if scope == "graph":
+        return in_graph(world, ranks, action, sms, calls, 1)
     if scope == "kernel":
         timing = _time_of_actions(world, ranks, [partial(getattr(rank, action), sms) for rank in ranks], calls)
         if action in IN_GRAPH_IF_SHORT and timing.mean < LAUNCH_S * len(ranks):
@@ -26,23 +30,26 @@ def time_of(world: World, ranks: list[Any], action: str, sms: int | None, scope:
         return timing
 
     def calls_of(rank: Any) -> Timing:
-        return measure([partial(getattr(rank, action), sms)], [_current_clock(world)], world.align, calls)[0]
+        clock = HostClock() if scope == "host" else _current_clock(world)
+        return measure([partial(getattr(rank, action), sms)], [clock], world.align, calls)[0]
 
     return Timing.slowest(world.gather(world.on(ranks, calls_of)))
 
 
-def in_graph(world: World, ranks: list[Any], action: str, sms: int | None, calls: int) -> Timing:
-    """Collective: as time_of a kernel, with KERNELS_IN_GRAPH of them in one CUDA graph of each rank."""
-    graphs = [rank.graph(action, sms, KERNELS_IN_GRAPH) for rank in ranks]
+def in_graph(
+    world: World, ranks: list[Any], action: str, sms: int | None, calls: int, count: int = KERNELS_IN_GRAPH
+) -> Timing:
+    """Collective: the time of one of `count` equal actions in one CUDA graph of each rank."""
+    graphs = [rank.graph(action, sms, count) for rank in ranks]
     launches = [partial(rank.launch_graph, graph) for rank, graph in zip(ranks, graphs, strict=True)]
-    return _time_of_actions(world, ranks, launches, calls).over(KERNELS_IN_GRAPH, in_graph=True)
+    return _time_of_actions(world, ranks, launches, calls).over(count, in_graph=True)
 
 
 def _time_of_actions(world: World, ranks: list[Any], actions: list[Any], calls: int) -> Timing:
     clocks: list[Clock] = [_clock_on(rank) for rank in ranks]
     timings = measure(actions, clocks, partial(align, world, ranks), calls)
     for rank in ranks:
-        rank.launcher.check()
+        rank.check_kernels()
     return Timing.slowest(world.gather(timings))
 
 

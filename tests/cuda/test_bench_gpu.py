@@ -18,7 +18,7 @@ pytest.importorskip("cupy", exc_type=ImportError)
 
 from cupyep import abi
 from cupyep.backends.cuda import jit, plan
-from cupyep.bench import ceilings, multi_gpu
+from cupyep.bench import ceilings, low_latency, multi_gpu, options
 
 KB = 1024
 REQUESTS = {
@@ -102,14 +102,57 @@ def test_ceilings_between_ranks(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(120)
-def test_ep(tmp_path):
-    results = {(r["verb"], r["scope"]): r for r in bench(tmp_path, "ep", "--ranks", "2", *CASE)}
+@pytest.mark.parametrize("mode", ["bf16", "fp8"])
+def test_ep(mode, tmp_path):
+    results = {(r["verb"], r["scope"]): r for r in bench(tmp_path, "ep", "--ranks", "2", "--mode", mode, *CASE)}
     assert len(results) == 7
     for verb in ("dispatch", "combine"):
         kernel = results[verb, "kernel"]
         assert kernel["num_sms"] == 2 and kernel["time_us"] < results[verb, "API"]["time_us"] * 1.1
         assert kernel["predicted_us"] > 0
         assert kernel.get("ceiling_gbps", 1e9) > 0.8 * kernel["logical_gbps"]
+    ratio = results["combine", "kernel"]["logical_bytes"] / results["dispatch", "kernel"]["logical_bytes"]
+    assert ratio == (2 if mode == "fp8" else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_options(tmp_path):
+    """Every line is there, and a graph's replay takes about what its kernels take."""
+    results = bench(tmp_path, "options", "--ranks", "2", *CASE)
+    lines = {(r["mode"], r["verb"], r["scope"]): r for r in results}
+    assert len(lines) == len(results) == len(options.BF16) + len(options.PLAIN)
+    kernels_us = sum(lines["bf16", verb, "kernel"]["time_us"] for verb in ("dispatch", "combine"))
+    assert 0.7 * kernels_us < lines["bf16", "dispatch + combine", "graph"]["time_us"] < 2 * kernels_us
+    assert lines["bf16", "expansion to the expert layout", "kernel"]["gbps"] > 100
+    assert {(r["verb"], r["scope"]) for r in results if "note" in r} == set(options.BESIDE) | {("dispatch", "kernel")}
+
+
+LOW_LATENCY = ("low-latency", "--tokens", "16", "--hidden", "1024", "--experts", "32", "--calls", "4")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("mode", ["bf16", "fp8"])
+def test_low_latency(mode, tmp_path):
+    check_low_latency(bench(tmp_path, *LOW_LATENCY, "--ranks", "2", "--mode", mode))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_low_latency_among_processes(tmp_path):
+    check_low_latency(bench(tmp_path, *LOW_LATENCY, launcher=tuple(multi_gpu.mpi_launcher(2))))
+
+
+def check_low_latency(results):
+    lines = {result["name"]: result for result in results}
+    assert len(lines) == len(results) == low_latency.NUM_LINES["cuda"]
+    bare = lines["barrier, bare"]["time_us"]
+    for verb in ("dispatch", "combine"):
+        kernel = lines[f"{verb}, in a graph"]
+        assert bare < kernel["time_us"] < lines["pair, in a graph"]["time_us"]
+        assert kernel["goal_us"] == pytest.approx(kernel["bytes_us"] + 3 * bare) and kernel["bytes_us"] > 0
+        assert 1 < lines[f"{verb} call, host"]["time_us"] < 10_000
 
 
 @pytest.mark.gpu

@@ -1,18 +1,17 @@
-"""The benchmarks' arithmetic, their output, and the whole path on the NumPy backend."""
+"""The benchmarks' clocks, their output, and the whole path on the NumPy backend."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from cupyep.bench import plot, report, timed
-from cupyep.bench.cases import MODES, Case, count_bytes
-from cupyep.bench.ranks import Rank
+from cupyep.bench import barrier, low_latency, options, plot, report, timed
 from cupyep.bench.sweep import prediction_note
 from cupyep.bench.timing import Timing, measure
 
@@ -23,59 +22,6 @@ def bench(*arguments: str, status: int = 0, timeout: float = 120) -> subprocess.
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == status, done.stdout + done.stderr
     return done
-
-
-# --- what is counted -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_bytes_against_a_dense_count(rank):
-    num_ranks, experts_per_rank = 3, 4
-    case = Case(num_tokens=50, hidden=20, num_topk=3, num_experts=num_ranks * experts_per_rank, mode="fp32")
-    topk_idx, weights = case.routing(rank)
-    assert topk_idx.shape == weights.shape == (50, 3) and all(len(set(ids)) == 3 for ids in topk_idx.tolist())
-    send_row, logical, wire = np.full((50, num_ranks), -1, np.int32), 0, 0
-    for token, ids in enumerate(topk_idx):
-        for destination in range(num_ranks):
-            if any(expert // experts_per_rank == destination for expert in ids):
-                send_row[token, destination] = 7
-                logical += 20 * 4
-                wire += 20 * 4 * (destination != rank)
-    assert 0 < wire < logical
-    assert count_bytes(send_row, rank, case.row_bytes) == (logical, wire)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rows_add_up_exactly_in_every_mode(mode):
-    """A sum of up to 8 equal rows has no rounding, so that verification can be bit by bit."""
-    case = Case(num_tokens=40, hidden=64, mode=mode)
-    rows = case.rows(3)
-    assert rows.dtype == MODES[mode].dtype and rows.nbytes == 40 * case.row_bytes and len(np.unique(rows)) > 200
-    for times in (2, 3, 5, 7, 8):
-        total = np.zeros(rows.shape, np.float32)
-        for _ in range(times):
-            total += rows.astype(np.float32)
-        assert (total == rows.astype(np.float64) * times).all()
-    assert (rows != case.rows(4)).any()
-
-
-def test_many_tokens_repeat_rows():
-    rows = Case(num_tokens=5000, hidden=8).rows(0)
-    assert (rows[4093:] == rows[: 5000 - 4093]).all() and len(rows) == 5000
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"num_topk": 33}, r"num_topk: expected 1\.\.32 \(experts: 256\), got 33"),
-        ({"num_topk": 5, "num_experts": 4}, r"num_topk: expected 1\.\.4 \(experts: 4\), got 5"),
-        ({"hidden": 0}, "hidden: expected at least 1, got 0"),
-        ({"mode": "int4"}, "mode: expected one of bf16, .*, got 'int4'"),
-    ],
-)
-def test_bad_cases(values, message):
-    with pytest.raises(ValueError, match=message):
-        Case(**values)
 
 
 # --- what is timed ---------------------------------------------------------------------------------------------------
@@ -234,20 +180,34 @@ def test_prediction_note():
     assert prediction_note([{"time_us": 1.0}]) == []
 
 
-def test_a_rank_sees_a_wrong_result():
-    """Verification can fail: one element changed by one bit."""
-    case = Case(num_tokens=3, hidden=4, num_topk=2, num_experts=2)
-    rows, send_row = case.rows(0), np.array([[0, -1], [1, 0], [-1, 1]], np.int32)
-    x = (rows.astype(np.float32) * [[1], [2], [1]]).astype(rows.dtype)
-    weights = np.ones((3, 2), np.float32)
-    rank = Rank.__new__(Rank)
-    rank.rank, rank.case, rank.rows, rank.topk_weights = 1, case, rows, weights
-    rank.sent = SimpleNamespace(handle=SimpleNamespace(send_row=send_row))
-    rank.combined = SimpleNamespace(combined_x=x, combined_topk_weights=weights.copy())
-    rank.verify()
-    x.view(np.uint16)[1, 2] ^= 1
-    with pytest.raises(AssertionError, match=r"rank 1: combine\(dispatch\(x\)\): 1 of 12 elements are wrong"):
-        rank.verify()
+def test_what_options_stand_beside():
+    """Lines of one case, mode and number of SMs, and fp8's kernel beside bf16's."""
+
+    def line(verb, scope, time_us, mode="bf16", **more):
+        case = {"num_sms": 8, "num_tokens": 64, "hidden": 256}
+        return {"verb": verb, "scope": scope, "mode": mode, "time_us": time_us, **case, **more}
+
+    results = [
+        line("dispatch", "kernel", 100.0, logical_gbps=400.0),
+        line("combine", "kernel", 50.0),
+        line("dispatch, cached", "API", 104.0),
+        line("dispatch, cached", "API", 90.0, num_sms=16),
+        line("dispatch + combine", "graph", 153.0),
+        line("dispatch, expert layout", "API", 500.0),
+        line("dispatch", "kernel", 51.0, "fp8", logical_gbps=390.0),
+        line("dispatch, cached", "API", 54.0, "fp8"),
+    ]
+    notes = [result.get("note") for result in options.compared(results)]
+    assert notes == [
+        None,
+        None,
+        "+4.0 us (+4.0%) to dispatch (kernel)",
+        None,
+        "+3.0 us (+2.0%) to dispatch (kernel) + combine (kernel)",
+        None,
+        "98% of bf16's GB/s",
+        "+3.0 us (+5.9%) to dispatch (kernel)",
+    ]
 
 
 @pytest.mark.parametrize(("step", "in_graph"), [(1.0, False), (1e-6, True)])
@@ -259,9 +219,42 @@ def test_kernels_shorter_than_their_launch_are_measured_in_a_graph(step, in_grap
         calls[0] += 1
 
     rank = SimpleNamespace(push=launch, launch_graph=launch, graph=lambda action, sms, count: (action, sms, count))
-    rank.barrier, rank.launcher = lambda sms: None, SimpleNamespace(check=lambda: None)
+    rank.barrier, rank.check_kernels = lambda sms: None, lambda: None
     world = SimpleNamespace(align=lambda: None, gather=lambda values: values)
     monkeypatch.setattr(timed, "_clock_on", lambda rank: FakeClock(calls, step))
     timing = timed.time_of(world, [rank], "push", 4, "kernel", 3)
     assert timing.in_graph == in_graph
     assert timing.mean == pytest.approx(step / timed.KERNELS_IN_GRAPH if in_graph else step)
+    timing = timed.time_of(world, [rank], "push", 4, "graph", 3)
+    assert timing.in_graph and timing.mean == pytest.approx(step)
+
+
+def test_what_calls_cost_the_host(monkeypatch):
+    """It is on the host's clock, whatever the backend."""
+    world = SimpleNamespace(backend="cuda", align=lambda: None, gather=lambda values: values)
+    world.on = lambda ranks, function: [function(rank) for rank in ranks]
+    monkeypatch.setattr(timed, "_current_clock", None)
+    rank = SimpleNamespace(call=lambda sms: time.sleep(1e-3))
+    assert timed.time_of(world, [rank], "call", None, "host", 2).minimum >= 1e-3
+
+
+def test_the_goal_of_low_latency(monkeypatch):
+    """Bytes at the rate of the copy (which reads and writes), and three bare barriers; the pair beside its parts."""
+    kernels = pytest.importorskip("cupyep.bench.low_latency_kernels", exc_type=ImportError)
+    seconds = {"barriers": 256 * 4e-6, "copy": 1e-3, "call_dispatch": 40e-6, "call_combine": 60e-6, "call_pair": 110e-6}
+
+    def time_of(world, ranks, action, *_):
+        return Timing(*[seconds[action]] * 4)
+
+    for module, name in ((low_latency, "time_of"), (low_latency, "in_graph"), (barrier, "time_of")):
+        monkeypatch.setattr(module, name, time_of)
+    moved = {"dispatch": kernels.COPY_BYTES / 100, "combine": kernels.COPY_BYTES / 50}
+    rank = SimpleNamespace(memory_bytes=moved, poison=lambda: None, check=lambda: None)
+    world = SimpleNamespace(size=1, ranks_per_device=1, gather=lambda values: values)
+    world.on = lambda ranks, function: [function(rank) for rank in ranks]
+    lines = list(low_latency.on_gpu(world, [rank], None, 3))
+    assert len(lines) == low_latency.NUM_LINES["cuda"]
+    goals = {line["name"]: line["goal_us"] for line in lines if "goal_us" in line}
+    assert goals == pytest.approx({"dispatch, in a graph": 5 + 12, "combine, in a graph": 10 + 12})
+    assert [line["note"] for line in lines if "note" in line] == ["+10.0% to the two alone"]
+    assert lines[1]["gbps"] == pytest.approx(2 * kernels.COPY_BYTES / 1e-3 / 1e9)

@@ -21,6 +21,9 @@ from cupyep.bench import __main__, multi_gpu
         ((), "required: COMMAND"),
         (("ep", "--sms", "0"), "argument --sms: expected a positive integer, got '0'"),
         (("ep", "--mode", "int4"), "argument --mode: invalid choice: 'int4'"),
+        (("low-latency", "--mode", "fp16"), "argument --mode: invalid choice: 'fp16'"),
+        (("options", "--mode", "fp8"), "unrecognized arguments: --mode fp8"),
+        (("low-latency", "--hidden", "100", "--backend", "numpy"), "cupyep.bench: hidden: expected a multiple of 128"),
         (("ep", "--topk", "40"), "cupyep.bench: num_topk: expected 1..32 (experts: 256), got 40"),
         (("ep", "--plot", "x.txt"), "cupyep.bench: --plot: expected "),
         (("ep", "--json", "/nonexistent/x.json"), "cupyep.bench: --json: expected a file in an existing folder"),
@@ -31,9 +34,9 @@ def test_command_line_errors(arguments, expected):
 
 
 @pytest.mark.skipif(any(os.path.exists(f"/dev/nvidia{i}") for i in range(16)), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["ceilings", "ep"])
+@pytest.mark.parametrize("command", ["ceilings", "ep", "options", "low-latency"])
 def test_cuda_without_a_gpu(command):
-    arguments = ["--backend", "cuda"] if command == "ep" else []
+    arguments = [] if command == "ceilings" else ["--backend", "cuda"]
     assert "GPU" in bench(command, *arguments, status=2).stderr
 
 
@@ -48,6 +51,8 @@ def test_time_limit_ends_the_process():
         (("barrier", "--ranks", "2", "--tokens", "1"), 4),
         (("sweep", "--ranks", "2", "--tokens", "4", "--axes", "ranks"), 8),
         (("baseline", "--ranks", "2", "--tokens", "4"), 1),
+        (("ep", "--ranks", "2", "--tokens", "4", "--mode", "fp8"), 4),
+        (("low-latency", "--ranks", "2", "--tokens", "4", "--mode", "bf16"), 2),
     ],
 )
 def test_the_other_commands_on_numpy(arguments, num_results, tmp_path):
@@ -56,14 +61,43 @@ def test_the_other_commands_on_numpy(arguments, num_results, tmp_path):
     assert len(json.loads(path.read_text())["results"]) == num_results
 
 
-def test_baseline_among_processes(tmp_path):
-    """MPI.Alltoallv gives what Buffer gives, and is timed."""
-    pytest.importorskip("mpi4py")
-    path, launcher = tmp_path / "x.json", multi_gpu.mpi_launcher(2)
-    program = ["-m", "mpi4py", "-m", "cupyep.bench", "baseline", "--tokens", "8", *SMALL, "--json", str(path)]
-    assert multi_gpu.bounded_run([*launcher, sys.executable, *program], 100) == ""
+def test_options(tmp_path):
+    """All calls that the NumPy backend has, in both modes, and what they stand beside."""
+    path = tmp_path / "x.json"
+    done = bench("options", "--ranks", "2", "--tokens", "8", *SMALL, "--json", str(path))
     results = json.loads(path.read_text())["results"]
+    assert {result["scope"] for result in results} == {"API"}
+    lines = {(result["mode"], result["verb"]): result for result in results}
+    assert len(lines) == len(results) == 11
+    assert {verb for mode, verb in lines if mode == "fp8"} == {"dispatch", "dispatch, cached"}
+    assert lines["bf16", "dispatch"]["logical_bytes"] == 2 * lines["fp8", "dispatch"]["logical_bytes"]
+    assert "logical_bytes" not in lines["bf16", "quantize_fp8"]
+    assert "to combine, arena input (API)" in lines["bf16", "combine, staged input"]["note"]
+    assert "to combine, arena input (API)" in done.stdout and "options" in done.stderr
+
+
+def among_processes(path, *arguments):
+    """The results of a command whose two ranks are processes."""
+    pytest.importorskip("mpi4py")
+    program = ["-m", "mpi4py", "-m", "cupyep.bench", *arguments, "--calls", "2", "--backend", "numpy"]
+    launcher = multi_gpu.mpi_launcher(2)
+    assert multi_gpu.bounded_run([*launcher, sys.executable, *program, "--json", str(path)], 100) == ""
+    return json.loads(path.read_text())["results"]
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8"])
+def test_baseline_among_processes(mode, tmp_path):
+    """MPI.Alltoallv gives what Buffer gives, and is timed."""
+    results = among_processes(tmp_path / "x.json", "baseline", "--tokens", "8", "--hidden", "32", "--mode", mode)
     assert [result["name"] for result in results] == ["dispatch, MPI.Alltoallv", "combine, MPI.Alltoallv"]
+
+
+def test_low_latency_among_processes(tmp_path):
+    results = among_processes(tmp_path / "x.json", "low-latency", "--tokens", "1", "8", "--hidden", "128")
+    assert [(result["name"], result["num_tokens"]) for result in results] == [
+        (f"{verb} call", tokens) for tokens in (1, 8) for verb in ("dispatch", "combine")
+    ]
+    assert {result["mode"] for result in results} == {"fp8"}
 
 
 # --- multi-gpu -------------------------------------------------------------------------------------------------------
