@@ -31,6 +31,7 @@ _C = {
     np.dtype(np.int32): "int",
     np.dtype(np.uint8): "unsigned char",
 }
+_LARGEST = {dtype: float(ml_dtypes.finfo(dtype).max) for dtype in _C if str(dtype).startswith("float8")}
 _SCALARS = {"f32": np.float32, "i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64}
 _FUNCTION = re.compile(r"\bvoid\s+compute\s*\(")
 
@@ -128,7 +129,11 @@ class Pipeline:
                 raise UnsupportedDeviceError(
                     "tma.Pipeline without reference=", "compute capability 9.0", "NumPy arrays"
                 )
-            y[...] = np.asarray(self.reference(x, **scalars)).astype(self.out_dtype).view(y.dtype)
+            values = np.asarray(self.reference(x.view(self.dtype), **scalars))
+            if self.out_dtype in _LARGEST:  # saturates, as tile.cuh does
+                most = _LARGEST[self.out_dtype]
+                values = np.clip(values.astype(np.float32), -most, most)
+            y[...] = values.astype(self.out_dtype).view(y.dtype)
             return launches.done()
         with launches.on(stream):
             target = launches.target("tma.Pipeline")

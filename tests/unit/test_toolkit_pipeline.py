@@ -41,6 +41,19 @@ def test_numpy_by_the_reference():
     assert np.array_equal(y, x[:64].astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 
+@pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
+def test_numpy_fp8_given_as_bytes_and_made_saturating(kind):
+    bytes_ = np.arange(256, dtype=np.uint8)
+    y = np.zeros(256, np.float32)
+    tma.Pipeline(2, (64,), kind, "x", out_dtype="float32", reference=lambda x: x.astype("f4"))(y, bytes_)
+    assert np.array_equal(y, bytes_.view(kind).astype(np.float32), equal_nan=True)
+    most = float(ml_dtypes.finfo(kind).max)
+    x, y = np.array([1e6, -1e6, np.inf, -np.inf, np.nan, most, 1.0, 0.0], np.float32), np.zeros(16, kind)
+    tma.Pipeline(2, (64,), "float32", "x", out_dtype=kind, reference=lambda x: x)(y, np.tile(x, 2))
+    expected = [most, -most, most, -most, np.nan, most, 1, 0]
+    assert np.array_equal(y.astype(np.float32), np.tile(expected, 2).astype(np.float32), equal_nan=True)
+
+
 X, Y = np.zeros(64, np.float32), np.zeros(64, np.float32)
 
 
