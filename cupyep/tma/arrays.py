@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+_OVERLAP_EFFORT = 10_000  # of NumPy's search for a byte of both; what takes more is taken for an overlap
 
 
 def asarray(name: str, value: Any) -> Any:
@@ -35,9 +38,20 @@ def pair(dst: Any, src: Any) -> tuple[Any, Any]:
         raise TypeError(f"src: expected a {kinds[0]} array as dst is, got a {kinds[1]} array")
     if dst.dtype != src.dtype:
         raise TypeError(f"src: expected dtype {dst.dtype} as dst has, got {src.dtype}")
-    if dst.size and src.size and _first(dst) < _end(src) and _first(src) < _end(dst):
-        raise ValueError("dst: expected memory apart from src's, got arrays that overlap")
+    apart("dst", dst, "src", src)
+    writable("dst", dst)
     return dst, src
+
+
+def apart(name: str, array: Any, other_name: str, other: Any) -> None:
+    """No byte belongs to both arrays; they may lie between each other's rows."""
+    if array.size and other.size and np.may_share_memory(_extent(array), _extent(other), max_work=_OVERLAP_EFFORT):
+        raise ValueError(f"{name}: expected memory apart from {other_name}'s, got arrays that overlap")
+
+
+def writable(name: str, array: Any) -> None:
+    if is_numpy(array) and not array.flags.writeable:
+        raise ValueError(f"{name}: expected an array that can be written, got a read-only one")
 
 
 def contiguous(name: str, array: Any) -> None:
@@ -62,12 +76,13 @@ def reach(*arrays: Any) -> None:
             enable_peer_access(device, array.device.id)
 
 
-def _first(array: Any) -> int:
-    return address(array) + sum(
-        min(0, stride * (size - 1)) for stride, size in zip(array.strides, array.shape, strict=True)
-    )
-
-
-def _end(array: Any) -> int:
-    ends = (max(0, stride * (size - 1)) for stride, size in zip(array.strides, array.shape, strict=True))
-    return address(array) + sum(ends) + array.itemsize
+def _extent(array: Any) -> np.ndarray:
+    """An array for NumPy to look at where it lies, not at its content: also of a GPU's memory."""
+    interface = {
+        "version": 3,
+        "data": (address(array), True),
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": f"|V{array.itemsize}",
+    }
+    return array if is_numpy(array) else np.asarray(SimpleNamespace(__array_interface__=interface))

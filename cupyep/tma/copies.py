@@ -223,7 +223,7 @@ def reduce_add(dst: Any, src: Any, *, num_sms: int = DEFAULT_NUM_SMS, stream: An
     for name, array in (("dst", dst), ("src", src)):
         arrays.contiguous(name, array)
     if arrays.is_numpy(dst):
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # a sum may be inf or NaN, as on a GPU
             wide = np.int32 if dst.dtype == np.int32 else np.float32  # exact for 16 bits, so rounded once
             dst[...] = (dst.astype(wide) + src.astype(wide)).astype(dst.dtype)
         return launches.done()

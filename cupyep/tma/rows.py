@@ -19,7 +19,7 @@ def copy_rows(
 
     Args:
         dst, src: `[rows, ...]` arrays of one dtype and row shape, rows contiguous, that share no memory. As of copy.
-        dst_rows, src_rows: `[num_rows]` int32 or int64 where the arrays are, or a list; None: 0, 1, 2... A pair with an
+        dst_rows, src_rows: `[num_rows]` int32 or int64 where the arrays are, or a list of ints; None: 0, 1, 2... A pair with an
             index outside of its array, as -1, is skipped. A row written twice gets either value.
         num_sms, stream: as of copy.
 
@@ -86,8 +86,9 @@ def _indices(name: str, value: Any, array: Any) -> Any:
     if value is None:
         return None
     on_host = isinstance(value, (list, tuple, np.ndarray))
-    index = np.asarray(value, np.int64 if isinstance(value, (list, tuple)) else None) if on_host else value
-    index = arrays.asarray(name, index)
+    if isinstance(value, (list, tuple)):
+        value = np.asarray(value, None if value else np.int64)
+    index = arrays.asarray(name, value)
     if index.ndim != 1 or index.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name}: expected one dimension of int32 or int64, got {index.ndim} of {index.dtype}")
     if len(index) > MAX_ROWS:

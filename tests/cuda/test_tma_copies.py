@@ -50,6 +50,15 @@ def test_copy(num_bytes, rng):
         assert (got == 0xCB).all(), (to, of, num_sms)
 
 
+def test_rows_between_each_other(rng):
+    both = cupy.asarray(rng.standard_normal((6, 64)).astype(np.float32))
+    odd = both[1::2].get()
+    tma.copy_rows(both[::2], None, both[1::2], None)
+    assert np.array_equal(both[::2].get(), odd)
+    with pytest.raises(ValueError, match="dst: expected memory apart from src's"):
+        tma.copy_rows(both[::2], None, both[2::2], None)
+
+
 @pytest.mark.parametrize("hint", ["none", "evict_first", "evict_last"])
 def test_hints_streams_and_events(hint, rng):
     content = rng.standard_normal((333, 1000)).astype(np.float32)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyep import UnsupportedDeviceError, tma
-from cupyep.tma import copies, launch
+from cupyep.tma import arrays, copies, launch
 from cupyep.tma.launch import Target
 
 HOPPER, AMPERE, SMALL_SM = Target(90, 227 * 1024, 132), Target(80, 163 * 1024, 108), Target(120, 99 * 1024, 84)
@@ -66,7 +67,35 @@ def test_reduce_add(dtype):
     assert np.array_equal(dst, expected)
 
 
+@pytest.mark.filterwarnings("error")
+def test_reduce_add_makes_inf_and_nan_silently():
+    dst = np.array([np.inf, 3e38], np.float32)
+    tma.reduce_add(dst, np.array([-np.inf, 3e38], np.float32))
+    assert np.isnan(dst[0]) and dst[1] == np.inf
+
+
+def test_arrays_may_lie_between_each_other():
+    both = np.zeros((6, 4), np.float32)
+    both[1::2] = random((3, 4))
+    tma.copy_rows(both[::2], None, both[1::2], None)
+    assert np.array_equal(both[::2], both[1::2]) and both.any()
+
+
+def test_overlap_of_arrays_that_the_host_cannot_read():
+    def cuda(offset, rows, columns, pitch=32):
+        where = SimpleNamespace(ptr=(1 << 47) + offset)
+        return SimpleNamespace(shape=(rows, columns), strides=(pitch, 4), size=rows * columns, itemsize=4, data=where)
+
+    arrays.apart("dst", cuda(0, 4, 4), "src", cuda(16, 4, 4))
+    arrays.apart("dst", cuda(0, 0, 4), "src", cuda(0, 4, 4))
+    for other in (cuda(0, 4, 4), cuda(12, 4, 4), cuda(96, 1, 1)):
+        with pytest.raises(ValueError, match="dst: expected memory apart from src's, got arrays that overlap"):
+            arrays.apart("dst", cuda(0, 4, 4), "src", other)
+
+
 X = np.zeros((4, 4), np.float32)
+FIXED = np.zeros((4, 4), np.float32)
+FIXED.flags.writeable = False
 
 
 @pytest.mark.parametrize(
@@ -89,6 +118,12 @@ X = np.zeros((4, 4), np.float32)
         (lambda: tma.copy_rows(X.copy(), None, X, [0] * 5), ValueError, "dst: expected at least 5 rows without dst_r"),
         (lambda: tma.copy_rows(X.copy(), None, X[:2].copy(), None), ValueError, "src: expected at least 4 rows witho"),
         (lambda: tma.copy_rows(X.copy(), np.array([0.5]), X, [0]), TypeError, "dst_rows: expected one dimension of i"),
+        (lambda: tma.copy_rows(X.copy(), [1.7, 0.2], X, [0, 1]), TypeError, "dst_rows: expected .* got 1 of float64"),
+        (lambda: tma.copy_rows(X.copy(), [0], X, [True]), TypeError, "src_rows: expected .* got 1 of bool"),
+        (lambda: tma.copy_rows(X.copy(), ["1"], X, [0]), TypeError, "dst_rows: expected .* got 1 of <U1"),
+        (lambda: tma.copy(FIXED, X), ValueError, "dst: expected an array that can be written, got a read-only one"),
+        (lambda: tma.reduce_add(FIXED, X), ValueError, "dst: expected an array that can be written"),
+        (lambda: tma.copy_rows(FIXED, None, X, None), ValueError, "dst: expected an array that can be written"),
         (lambda: tma.copy_rows(X.copy(), None, X[:, :2].copy(), None), ValueError, r"src: expected rows of shape \(4,"),
         (
             lambda: tma.copy_rows(X.copy(), None, np.zeros((4, 8), "f4")[:, ::2], None),

@@ -124,6 +124,8 @@ def test_copy_tensor_pads_crops_and_packs():
     cropped = aligned((4, 8))
     tma.copy_tensor(tma.TensorMap(cropped, (2, 8)), tma.TensorMap(src, (2, 8)))
     assert np.array_equal(cropped, src[:4, :8])
+    tma.copy_tensor(tma.TensorMap(src[:, 12:], (4, 8)), tma.TensorMap(src[:, :8], (4, 8)))  # halves of one array
+    assert np.array_equal(src[:, 12:], src[:, :8])
 
 
 @pytest.mark.parametrize(
