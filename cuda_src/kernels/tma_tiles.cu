@@ -70,7 +70,7 @@ __device__ __forceinline__ u32 swizzled(u32 offset, u32 pieces) { return offset 
 
 extern "C" __global__ void load_tile(const __grid_constant__ TensorMap src, const __grid_constant__ TileParams p) {
   extern __shared__ __align__(1024) u8 smem[];
-  u64* full = reinterpret_cast<u64*>(smem + p.tile_bytes);
+  u64* full = reinterpret_cast<u64*>(smem + (p.tile_bytes + 127) / 128 * 128);  // a swizzle permutes whole lines
   if (threadIdx.x == 0) {
     tma::mbarrier_init(full, 1);
     tma::fence_barrier_init();  // H6

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_OVERLAP_EFFORT = 10_000  # of NumPy's search for a byte of both; what takes more is taken for an overlap
+_OVERLAP_EFFORT: Any = 10_000  # of NumPy's search for a byte of both arrays; what takes more passes for an overlap
 
 
 def asarray(name: str, value: Any) -> Any:

@@ -19,8 +19,8 @@ def copy_rows(
 
     Args:
         dst, src: `[rows, ...]` arrays of one dtype and row shape, rows contiguous, that share no memory. As of copy.
-        dst_rows, src_rows: `[num_rows]` int32 or int64 where the arrays are, or a list of ints; None: 0, 1, 2... A pair with an
-            index outside of its array, as -1, is skipped. A row written twice gets either value.
+        dst_rows, src_rows: `[num_rows]` int32 or int64 where the arrays are, or a list of ints; None: 0, 1, 2... A
+            pair with an index outside of its array, as -1, is skipped. A row written twice gets either value.
         num_sms, stream: as of copy.
 
     Returns: an event. Raises: TypeError, ValueError naming the argument. Lists and NumPy arrays of indices are checked

@@ -118,6 +118,18 @@ def test_rows_shorter_than_the_swizzle(swizzle, row_bytes):
     assert same(copied, array)
 
 
+@pytest.mark.parametrize("swizzle", ["32B", "64B", "128B"])
+def test_a_swizzled_tile_that_ends_within_a_line(swizzle):
+    array = random((72, 64), np.uint16)
+    device, box = on_gpu(array), (57, 8)
+    ours, theirs = (tma.TensorMap(of, box, swizzle=swizzle) for of in (array, device))
+    assert same(tma.load_tile(theirs, (8, 16)), tma.load_tile(ours, (8, 16)))
+    tile = np.ascontiguousarray(random(box, np.uint16))
+    tma.store_tile(ours, (20, 40), tile)
+    tma.store_tile(theirs, (20, 40), cupy.asarray(tile))
+    assert same(device, array)
+
+
 @pytest.mark.parametrize("stride", [2, 3, 8])
 def test_element_strides(stride):
     array = random((100, 20, 32), np.float32)

@@ -93,6 +93,19 @@ def test_swizzled_tiles(swizzle: str) -> None:
         assert np.array_equal(flat, tiles.load_tile(tensor_map, at, raw=raw).reshape(-1).view(np.uint8))
 
 
+@pytest.mark.parametrize("swizzle", ["32B", "64B", "128B"])
+def test_a_swizzled_tile_that_ends_within_a_line(swizzle: str) -> None:
+    """Its last pieces lie behind its size in shared memory, and nothing else does."""
+    array, box = content((60, 4), 7), (57, 4)
+    tensor_map = TensorMap(array, box, swizzle=swizzle)
+    _, got = run_tile("load_tile", tensor_map, (1, 0), array, np.zeros(box, np.int32), 1)
+    assert np.array_equal(got, array[1:58])
+    tile = content(box, 8)
+    stored, _ = run_tile("store_tile", tensor_map, (2, 0), array, tile, 1)
+    tiles.scatter(tensor_map, (2, 0), tile)
+    assert np.array_equal(stored, array)
+
+
 def test_element_strides() -> None:
     array = content((30, 16), 5)
     tensor_map = TensorMap(array, (12, 8), element_strides=(3, 1))

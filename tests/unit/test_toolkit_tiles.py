@@ -115,6 +115,18 @@ def test_nan_fill_and_element_strides():
         tma.store_tile(tensor_map, (0, 0), tile)
 
 
+def test_a_swizzled_image_is_of_whole_lines():
+    array = aligned((16, 4))
+    array[...] = np.arange(64).reshape(16, 4)
+    tensor_map = tma.TensorMap(array, (9, 4), swizzle="32B")
+    with pytest.raises(ValueError, match="raw: expected a tile of a multiple of 128 bytes with swizzle 32B, got 144"):
+        tma.load_tile(tensor_map, (0, 0), raw=True)
+    assert np.array_equal(tma.load_tile(tensor_map, (0, 0)), array[:9])
+    assert tma.load_tile(tma.TensorMap(array, (9, 4)), (0, 0), raw=True).size == 144
+    launch = tiles.plan_tile("load_tile", HOPPER, tensor_map, np.zeros(128, np.uint8), (0, 0), 0)
+    assert launch.smem_bytes == 256 + 16
+
+
 def test_copy_tensor_pads_crops_and_packs():
     src, dst = aligned((9, 20)), aligned((11, 28))[:, :24]
     src[...] = np.arange(180).reshape(9, 20) + 1
@@ -157,7 +169,7 @@ def test_bad_calls(call, message):
 def test_large_tiles_are_refused_before_a_launch():
     tensor_map = tma.TensorMap(aligned((256, 256)), (256, 256))
     descriptor = np.zeros(128, np.uint8)
-    with pytest.raises(ValueError, match="box: expected a tile of at most 232,432 bytes, got 262,144"):
+    with pytest.raises(ValueError, match="box: expected a tile of at most 232,320 bytes, got 262,144"):
         tiles.plan_tile("load_tile", HOPPER, tensor_map, descriptor, (0, 0), 0)
     tensor_map = tma.TensorMap(aligned((256, 256)), (128, 256))
     with pytest.raises(ValueError, match="box: expected a tile of at most 116,160 bytes, got 131,072"):
