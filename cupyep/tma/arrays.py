@@ -1,11 +1,14 @@
-"""What the toolkit asks of arrays: NumPy works on its own, a GPU on all others with __cuda_array_interface__."""
+"""What the toolkit asks of arguments. NumPy works on NumPy arrays, a GPU on others with __cuda_array_interface__."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
+from cupyep import checks
 
 _OVERLAP_EFFORT: Any = 10_000  # of NumPy's search for a byte of both arrays; what takes more passes for an overlap
 
@@ -57,6 +60,17 @@ def writable(name: str, array: Any) -> None:
 def contiguous(name: str, array: Any) -> None:
     if not array.flags.c_contiguous:
         raise ValueError(f"{name}: expected a C-contiguous array, got strides {array.strides} for shape {array.shape}")
+
+
+def per_axis(name: str, values: Sequence[int], low: int, high: int, rank: int | None = None) -> tuple[int, ...]:
+    """`values` as ints within [low, high], one for each of `rank` axes; None: of any number of axes."""
+    try:
+        values = tuple(values)
+    except TypeError:
+        raise TypeError(f"{name}: expected a sequence of ints, got {values!r}") from None
+    if rank is not None and len(values) != rank:
+        raise ValueError(f"{name}: expected {rank} values, one per axis of array, got {len(values)}")
+    return tuple(checks.integer(f"{name}[{axis}]", value, low, high) for axis, value in enumerate(values))
 
 
 def same_shape(dst: Any, src: Any) -> None:

@@ -191,6 +191,7 @@ def copy(
     Sync: on `stream`; the host does not wait. NumPy arrays are copied when it returns.
     Source: PTX ISA, cp.async.bulk. Addresses that differ modulo 16, and GPUs before 9.0, take a vector path.
     """
+    launches.check(stream, num_sms)
     dst, src = arrays.pair(dst, src)
     arrays.same_shape(dst, src)
     hints = {name: _hint(name, value) for name, value in (("load_hint", load_hint), ("store_hint", store_hint))}
@@ -216,6 +217,7 @@ def reduce_add(dst: Any, src: Any, *, num_sms: int = DEFAULT_NUM_SMS, stream: An
     Returns, Raises, Sync: as copy.
     Source: PTX ISA, cp.reduce.async.bulk; atomics where copy would take its vector path.
     """
+    launches.check(stream, num_sms)
     dst, src = arrays.pair(dst, src)
     arrays.same_shape(dst, src)
     if dst.dtype not in ADD:
@@ -233,7 +235,7 @@ def reduce_add(dst: Any, src: Any, *, num_sms: int = DEFAULT_NUM_SMS, stream: An
 
 
 def _hint(name: str, value: str) -> abi.Hint:
-    if value not in HINTS:
+    if value not in tuple(HINTS):
         raise ValueError(f"{name}: expected {', '.join(HINTS)}, got {value!r}")
     return HINTS[value]
 

@@ -58,6 +58,13 @@ def _prelude(constants: tuple[tuple[str, int], ...], structs: tuple[Struct, ...]
     return emit({**abi.enum_constants(), **dict(constants)}, structs)
 
 
+def check(stream: Any, num_sms: int = 1) -> None:
+    """Refuses what every GPU would, so that NumPy, which needs neither, does too."""
+    if stream is not None and not hasattr(stream, "ptr"):
+        raise TypeError(f"stream: expected a CuPy stream or None, got {stream!r}")
+    checks.integer("num_sms", num_sms, 1)
+
+
 def num_sms(target: Target, value: int) -> int:
     """`value` as a number of SMs that the GPU has."""
     return checks.integer("num_sms", value, 1, target.num_sms)

@@ -33,6 +33,7 @@ _C = {
 }
 _LARGEST = {dtype: float(ml_dtypes.finfo(dtype).max) for dtype in _C if str(dtype).startswith("float8")}
 _SCALARS = {"f32": np.float32, "i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64}
+_TAKEN = ("self", "y", "x", "num_sms", "stream")  # by the other arguments of a call
 _FUNCTION = re.compile(r"\bvoid\s+compute\s*\(")
 
 
@@ -70,11 +71,12 @@ class Pipeline:
         warps_per_group: int = 4,
     ) -> None:
         self.stages = checks.integer("stages", stages, 1, 64)
-        sizes = [checks.integer(f"tile_shape[{axis}]", size, 1, 2**20) for axis, size in enumerate(tile_shape)]
+        sizes = arrays.per_axis("tile_shape", tile_shape, 1, 2**20)
         if not sizes:
             raise ValueError("tile_shape: expected at least one axis, got ()")
-        self.tile_rows, self.row_shape = sizes[0], tuple(sizes[1:])
-        self.out_row_shape = self.row_shape if out_row_shape is None else tuple(out_row_shape)
+        self.tile_rows, self.row_shape = sizes[0], sizes[1:]
+        out_row_shape = self.row_shape if out_row_shape is None else out_row_shape
+        self.out_row_shape = arrays.per_axis("out_row_shape", out_row_shape, 1, 2**20)
         self.dtype = _element("dtype", dtype)
         self.out_dtype = self.dtype if out_dtype is None else _element("out_dtype", out_dtype)
         self.groups = checks.integer("groups", 2 - stages % 2 if groups is None else groups, 1, 15)
@@ -83,10 +85,13 @@ class Pipeline:
         self.warps_per_group = checks.integer("warps_per_group", warps_per_group, 1, 31 // self.groups)
         self.scalars = dict(scalars) if isinstance(scalars, Mapping) else dict.fromkeys(scalars, "f32")
         for name, kind in self.scalars.items():
-            if not name.isidentifier() or name == "x" or kind not in _SCALARS:
+            if not str(name).isidentifier() or name in _TAKEN or kind not in _SCALARS:
+                kinds = ", ".join(_SCALARS)
                 raise ValueError(
-                    f"scalars: expected names (not x) with a type of {', '.join(_SCALARS)}, got {name}: {kind}"
+                    f"scalars: expected names (not {', '.join(_TAKEN)}) with a type of {kinds}, got {name}: {kind}"
                 )
+        if not isinstance(compute, str):
+            raise TypeError(f"compute: expected a str of CUDA C++, got {compute!r}")
         self.compute, self.reference = compute, reference
         if not _FUNCTION.search(compute) and self.row_shape != self.out_row_shape:
             raise ValueError(f"out_row_shape: expected {self.row_shape} for an expression, got {self.out_row_shape}")
@@ -115,13 +120,14 @@ class Pipeline:
 
         Args:
             y, x: C-contiguous, `[num_rows, *row_shape]`, NumPy or CUDA, of the pipeline's types (fp8 may be uint8);
-                their bytes are a multiple of 16, and on a GPU their addresses too.
+                their bytes are a multiple of 16, and on a GPU their addresses too. They share no memory.
             num_sms: SMs to use. stream: CuPy stream; None: the current one. scalars: a number for each name.
 
         Returns: an event. Raises: TypeError, ValueError; UnsupportedDeviceError before compute capability 9.0, and for
             NumPy arrays without a reference; CompileError.
         Sync: on `stream`; the host does not wait, but for the compiler at the first call. NumPy is done on return.
         """
+        launches.check(stream, num_sms)
         x, y = arrays.asarray("x", x), arrays.asarray("y", y)
         self._check(y, x, scalars)
         if arrays.is_numpy(x):
@@ -130,6 +136,8 @@ class Pipeline:
                     "tma.Pipeline without reference=", "compute capability 9.0", "NumPy arrays"
                 )
             values = np.asarray(self.reference(x.view(self.dtype), **scalars))
+            if values.shape != y.shape:
+                raise ValueError(f"reference: expected a result of shape {y.shape} as y has, got {values.shape}")
             if self.out_dtype in _LARGEST:  # saturates, as tile.cuh does
                 most = _LARGEST[self.out_dtype]
                 values = np.clip(values.astype(np.float32), -most, most)
@@ -206,12 +214,18 @@ class Pipeline:
             raise ValueError(f"y: expected {len(x)} rows as x has, got {len(y)}")
         if arrays.is_numpy(y) != arrays.is_numpy(x):
             raise TypeError("y: expected NumPy or CUDA as x is, got the other")
+        arrays.apart("y", y, "x", x)
+        arrays.writable("y", y)
         if scalars.keys() != self.scalars.keys():
             raise TypeError(f"scalars: expected {sorted(self.scalars)}, got {sorted(scalars)}")
 
 
 def _element(name: str, dtype: Any) -> np.dtype:
-    found = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+    known = ", ".join(str(kind) for kind in _C)
+    try:
+        found = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+    except TypeError:
+        raise TypeError(f"{name}: expected one of {known}, got {dtype!r}") from None
     if found not in _C:
-        raise TypeError(f"{name}: expected one of {', '.join(str(known) for known in _C)}, got {found}")
+        raise TypeError(f"{name}: expected one of {known}, got {found}")
     return found

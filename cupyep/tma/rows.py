@@ -28,6 +28,7 @@ def copy_rows(
     Sync: on `stream`; the host does not wait. NumPy arrays are copied when it returns.
     Source: PTX ISA, cp.async.bulk. Rows need 16-byte aligned addresses and sizes; others take the vector path.
     """
+    launches.check(stream, num_sms)
     dst, src = arrays.pair(dst, src)
     for name, array in (("dst", dst), ("src", src)):
         _check_rows(name, array)

@@ -62,12 +62,13 @@ class TensorMap:
         self.array = array = arrays.asarray("array", array)
         self.shape, self.dtype, rank = tuple(array.shape), array.dtype, array.ndim
         checks.integer("array.ndim", rank, 1, MAX_RANK)
-        if self.dtype.itemsize not in _BY_SIZE:
+        if self.dtype.itemsize not in _BY_SIZE or self.dtype.hasobject:
             raise TypeError(f"array: expected elements of 1, 2, 4 or 8 bytes, got {self.dtype}")
         for axis, size in enumerate(self.shape):
             checks.integer(f"array.shape[{axis}]", size, 1, 2**32)
-        self.box = _per_axis("box", box, rank, 256)
-        self.element_strides = _per_axis("element_strides", element_strides or (1,) * rank, rank, 8)
+        self.box = arrays.per_axis("box", box, 1, 256, rank)
+        element_strides = (1,) * rank if element_strides is None else element_strides
+        self.element_strides = arrays.per_axis("element_strides", element_strides, 1, 8, rank)
         self.swizzle = _one_of("swizzle", swizzle, tuple(SWIZZLE_BYTES))
         self.interleave = _one_of("interleave", interleave, INTERLEAVES)
         self.l2_promotion = _one_of("l2_promotion", l2_promotion, L2_PROMOTIONS)
@@ -151,12 +152,6 @@ def swizzled(offset: Any, swizzle: str) -> Any:
     """
     pieces = {"none": 0, "32B": 1, "64B": 3, "128B": 7}[_one_of("swizzle", swizzle, tuple(SWIZZLE_BYTES))]
     return offset ^ (offset >> 3 & pieces << 4)
-
-
-def _per_axis(name: str, values: Sequence[int], rank: int, most: int) -> tuple[int, ...]:
-    if len(values) != rank:
-        raise ValueError(f"{name}: expected {rank} values, one per axis of array, got {len(values)}")
-    return tuple(checks.integer(f"{name}[{axis}]", value, 1, most) for axis, value in enumerate(values))
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyep import abi, checks, layout
+from cupyep import abi, layout
 from cupyep.backends.cuda import jit
 from cupyep.tma import arrays, copies
 from cupyep.tma import launch as launches
@@ -36,7 +36,7 @@ def load_tile(tensor_map: TensorMap, coordinates: Sequence[int], *, raw: bool = 
     Raises: TypeError, ValueError; UnsupportedDeviceError before compute capability 9.0.
     Sync: on `stream`; the host does not wait. Source: PTX ISA, cp.async.bulk.tensor.
     """
-    coordinates = _check(tensor_map, coordinates)
+    coordinates = _check(tensor_map, coordinates, stream)
     if raw and tensor_map.swizzle != "none" and tensor_map.tile_bytes % _LINE:
         expected = f"a tile of a multiple of {_LINE} bytes with swizzle {tensor_map.swizzle}"
         raise ValueError(f"raw: expected {expected}, got {tensor_map.tile_bytes}")
@@ -63,19 +63,20 @@ def store_tile(tensor_map: TensorMap, coordinates: Sequence[int], tile: Any, *, 
         C-contiguous, 16-byte aligned, of the map's kind and dtype.
     Returns: an event. Raises, Sync: as load_tile.
     """
-    coordinates = _check(tensor_map, coordinates)
-    _check_writable("tensor_map", tensor_map)
+    coordinates = _check(tensor_map, coordinates, stream)
+    _check_unstrided("tensor_map", tensor_map)
+    arrays.writable("tensor_map.array", tensor_map.array)
     tile = arrays.asarray("tile", tile)
     if arrays.is_numpy(tile) != arrays.is_numpy(tensor_map.array) or tile.dtype != tensor_map.dtype:
         raise TypeError(f"tile: expected {tensor_map.dtype} where the map's array is, got {tile.dtype} of {type(tile)}")
     if tile.shape != tensor_map.tile_shape:
         raise ValueError(f"tile: expected shape {tensor_map.tile_shape}, got {tile.shape}")
     arrays.contiguous("tile", tile)
+    if arrays.address(tile) % 16:
+        raise ValueError(f"tile: expected an address that is a multiple of 16, got {arrays.address(tile):#x}")
     if arrays.is_numpy(tile):
         scatter(tensor_map, coordinates, tile)
         return launches.done()
-    if arrays.address(tile) % 16:
-        raise ValueError(f"tile: expected an address that is a multiple of 16, got {arrays.address(tile):#x}")
     with launches.on(stream):
         target = _target("tma.store_tile")
         where = arrays.address(tile)
@@ -96,9 +97,10 @@ def copy_tensor(
 
     Returns: an event. Raises, Sync: as load_tile.
     """
+    launches.check(stream, num_sms)
     for name, tensor_map in (("dst_map", dst_map), ("src_map", src_map)):
         _check_map(name, tensor_map)
-        _check_writable(name, tensor_map)
+        _check_unstrided(name, tensor_map)
     for field in ("dtype", "box", "swizzle"):
         if (ours := getattr(dst_map, field)) != (theirs := getattr(src_map, field)):
             raise ValueError(f"src_map.{field}: expected {ours} as dst_map has, got {theirs}")
@@ -223,12 +225,10 @@ def _check_map(name: str, tensor_map: TensorMap) -> None:
         raise ValueError(f"{name}.interleave: expected none here, got {tensor_map.interleave}")
 
 
-def _check(tensor_map: TensorMap, coordinates: Sequence[int]) -> tuple[int, ...]:
+def _check(tensor_map: TensorMap, coordinates: Sequence[int], stream: Any) -> tuple[int, ...]:
+    launches.check(stream)
     _check_map("tensor_map", tensor_map)
-    if len(coordinates) != len(tensor_map.shape):
-        raise ValueError(f"coordinates: expected {len(tensor_map.shape)}, one per axis, got {len(coordinates)}")
-    named = ((f"coordinates[{axis}]", value) for axis, value in enumerate(coordinates))
-    checked = tuple(checks.integer(name, value, -(2**31), 2**31 - 1) for name, value in named)
+    checked = arrays.per_axis("coordinates", coordinates, -(2**31), 2**31 - 1, len(tensor_map.shape))
     if checked[-1] * tensor_map.dtype.itemsize % 16:
         per_vector = 16 // tensor_map.dtype.itemsize
         raise ValueError(
@@ -237,7 +237,7 @@ def _check(tensor_map: TensorMap, coordinates: Sequence[int]) -> tuple[int, ...]
     return checked
 
 
-def _check_writable(name: str, tensor_map: TensorMap) -> None:
+def _check_unstrided(name: str, tensor_map: TensorMap) -> None:
     if any(stride != 1 for stride in tensor_map.element_strides):
         raise ValueError(f"{name}.element_strides: expected all 1, got {tensor_map.element_strides}")
 

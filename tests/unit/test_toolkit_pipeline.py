@@ -55,6 +55,9 @@ def test_numpy_fp8_given_as_bytes_and_made_saturating(kind):
 
 
 X, Y = np.zeros(64, np.float32), np.zeros(64, np.float32)
+FIXED = np.zeros(64, np.float32)
+FIXED.flags.writeable = False
+CODE = "void compute("
 
 
 @pytest.mark.parametrize(
@@ -69,11 +72,36 @@ X, Y = np.zeros(64, np.float32), np.zeros(64, np.float32)
             "tile_shape: expected a tile of a multiple of 16",
         ),
         (lambda: tma.Pipeline(2, (64,), "float64", "x"), TypeError, "dtype: expected one of float32, .*, got float64"),
+        (lambda: tma.Pipeline(2, (64,), "f33", "x"), TypeError, "dtype: expected one of float32, .*, got 'f33'"),
+        (lambda: tma.Pipeline(2, 16, "float32", "x"), TypeError, "tile_shape: expected a sequence of ints, got 16"),
+        (
+            lambda: tma.Pipeline(2, (64,), "float32", None),
+            TypeError,
+            r"compute: expected a str of CUDA C\+\+, got None",
+        ),
+        (
+            lambda: tma.Pipeline(2, (64,), "float32", CODE, out_row_shape=(-4.0,)),
+            TypeError,
+            r"out_row_shape\[0\]: expected an int, got -4\.0",
+        ),
         (lambda: line(groups=3), ValueError, "groups: expected a divisor of the 2 stages, got 3"),
         (lambda: line(warps_per_group=16), ValueError, r"warps_per_group: expected 1\.\.15, got 16"),
         (lambda: line(out_row_shape=(2,)), ValueError, r"out_row_shape: expected \(\) for an expression, got \(2,\)"),
         (lambda: tma.Pipeline(2, (64,), "float32", "x", scalars=("x",)), ValueError, "scalars: expected names"),
         (lambda: tma.Pipeline(2, (64,), "float32", "x", scalars={"a": "f64"}), ValueError, "scalars: expected names"),
+        *(
+            (lambda name=name: tma.Pipeline(2, (64,), "float32", "x", scalars=(name,)), ValueError, f"got {name}: f32")
+            for name in ("y", "self", "stream", "num_sms", 3)
+        ),
+        (lambda: line()(Y, X, a=1, b=2, num_sms=0), ValueError, "num_sms: expected at least 1, got 0"),
+        (lambda: line()(Y, X, a=1, b=2, stream="x"), TypeError, "stream: expected a CuPy stream or None, got 'x'"),
+        (lambda: line()(FIXED, X, a=1, b=2), ValueError, "y: expected an array that can be written"),
+        (lambda: line()(X[4:], X[:-4], a=1, b=2), ValueError, "y: expected memory apart from x's"),
+        (
+            lambda: line(reference=lambda x, a, b: a)(Y, X, a=1, b=2),
+            ValueError,
+            r"reference: expected a result of shape \(64,\) as y has, got \(\)",
+        ),
         (lambda: line()(Y, X, a=1), TypeError, r"scalars: expected \['a', 'b'\], got \['a'\]"),
         (lambda: line()(Y, X.astype("f2"), a=1, b=2), TypeError, "x: expected float32, got float16"),
         (lambda: line()(Y[:32], X, a=1, b=2), ValueError, "y: expected 64 rows as x has, got 32"),
