@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cupyep import checks
+from cupyep.model import reals
+
 STORE_BYTES_PER_CLOCK = 30.3  # of an SM: TMA store only, 60 GB/s at 1.98 GHz; the port is 32 bytes wide
 LOAD_BYTES_PER_CLOCK = 83.3  # of an SM: TMA load only, 165 GB/s
 PUSH_MEMORY_SHARE = 0.69  # 3,400 GB/s read and written together, when every rank pushes within one memory
@@ -24,13 +27,18 @@ class Machine:
     """One GPU and its link to each other. The defaults are an H200's.
 
     num_sms; clock_ghz: the SMs' highest clock; memory_gbps: nominal; link_gbps: nominal, to all peers together, in one
-    direction.
+    direction. Raises: TypeError, ValueError for what is not positive.
     """
 
     num_sms: int = 132
     clock_ghz: float = 1.98
     memory_gbps: float = 4917.0
     link_gbps: float = 450.0
+
+    def __post_init__(self) -> None:
+        checks.integer("num_sms", self.num_sms, 1)
+        for name in ("clock_ghz", "memory_gbps", "link_gbps"):
+            reals.positive(name, getattr(self, name))
 
     @classmethod
     def of(cls, compute_capability: int, num_sms: int, clock_ghz: float, memory_gbps: float) -> Machine:

@@ -15,6 +15,9 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from cupyep import checks
+from cupyep.model import reals
+
 
 def serial_time(t_load: float, t_compute: float, num_tiles: int) -> float:
     """The time of all tiles one after the other: num_tiles (t_load + t_compute)."""
@@ -30,7 +33,7 @@ def pipeline_time(t_load: float, t_compute: float, num_tiles: int, stages: int =
 
     Args: t_load: of one tile alone, t_latency of it before its first byte; t_compute: of one tile; num_tiles; stages:
         slots of the ring, and so the most tiles in flight.
-    Raises: ValueError. Source: the recurrence above; Little's law is its steady state (see interval).
+    Raises: TypeError, ValueError. Source: the recurrence above; Little's law is its steady state (see interval).
     """
     _check(t_load, t_compute, num_tiles, stages, t_latency)
     done = [0.0] * stages  # of the last tile in each slot
@@ -53,6 +56,8 @@ def interval(t_load: float, t_compute: float, stages: int = 2, *, t_latency: flo
 
 def bytes_in_flight(gbps: float, latency_us: float) -> float:
     """Bytes that must be under way to move `gbps` GB/s with `latency_us` microseconds: rate x latency."""
+    reals.nonnegative("gbps", gbps)
+    reals.nonnegative("latency_us", latency_us)
     return gbps * 1e3 * latency_us
 
 
@@ -66,6 +71,11 @@ def load_time(
     tile_bytes: int, *, latency_us: float, gbps_per_sm: float, num_sms: int = 1, gbps_total: float = math.inf
 ) -> float:
     """Microseconds to load a tile while `num_sms` SMs do so too: latency, then bytes at the SM's rate or its share."""
+    checks.integer("tile_bytes", tile_bytes, 0)
+    reals.nonnegative("latency_us", latency_us)
+    reals.positive("gbps_per_sm", gbps_per_sm)
+    checks.integer("num_sms", num_sms, 1)
+    reals.positive("gbps_total", gbps_total)
     return latency_us + tile_bytes / (min(gbps_per_sm, gbps_total / num_sms) * 1e3)
 
 
@@ -124,7 +134,8 @@ def compare(
         most stages without work.
     Sync: as run.
     """
-    chosen = sorted({1, *stages})
+    checks.integer("num_tiles", num_tiles, 1)
+    chosen = sorted({1, *(checks.integer("stages", number, 1) for number in stages)})
     idle, serial, fast = (run(*arguments) / num_tiles for arguments in ((1, 0), (1, work), (chosen[-1], 0)))
     t_load, t_compute = idle, max(0.0, serial - idle)
     t_latency = max(0.0, t_load - fast)
@@ -137,10 +148,10 @@ def compare(
 
 
 def _check(t_load: float, t_compute: float, num_tiles: int, stages: int, t_latency: float) -> None:
-    for name, value, least in (("t_load", t_load, 0), ("t_compute", t_compute, 0), ("num_tiles", num_tiles, 0)):
-        if not value >= least:
-            raise ValueError(f"{name}: expected at least {least}, got {value}")
-    if stages < 1:
-        raise ValueError(f"stages: expected at least 1, got {stages}")
-    if not 0 <= t_latency <= t_load:
+    reals.nonnegative("t_load", t_load)
+    reals.nonnegative("t_compute", t_compute)
+    checks.integer("num_tiles", num_tiles, 0)
+    checks.integer("stages", stages, 1)
+    reals.nonnegative("t_latency", t_latency)
+    if t_latency > t_load:
         raise ValueError(f"t_latency: expected 0..t_load ({t_load}), got {t_latency}")

@@ -33,7 +33,7 @@ def num_sms(
         explain: print the rates and the limiting term.
 
     Returns: 1 .. the GPU's SMs divided by ranks_per_device.
-    Raises: ValueError for an unknown verb. Sync: none.
+    Raises: TypeError, ValueError. Sync: none.
     """
     if verb not in _TIMES:
         raise ValueError(f"verb: expected dispatch or combine, got {verb!r}")

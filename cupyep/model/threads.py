@@ -7,6 +7,9 @@ import time
 
 import numpy as np
 
+from cupyep import checks
+from cupyep.model import reals
+
 _TILE = 1024  # float32 elements: small, as time passes in waits, which other programs disturb the least
 WORK_S = 1e-4  # seconds that one unit of work takes
 
@@ -18,6 +21,8 @@ class ThreadPipeline:
     """
 
     def __init__(self, num_tiles: int = 20, load_s: float = 4e-3) -> None:
+        checks.integer("num_tiles", num_tiles, 1)
+        reals.nonnegative("load_s", load_s)
         self.num_tiles, self.load_s = num_tiles, load_s
         self._source = np.arange(num_tiles * _TILE, dtype=np.float32).reshape(num_tiles, -1)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cupyep import checks
+from cupyep.model import reals
 from cupyep.model.machine import PULL_MEMORY_SHARE, PUSH_MEMORY_SHARE, Machine
 
 # Clocks of one SM. PUSH: the row's load delays the stores of others a little; ids, weights and the turn itself are 30
@@ -25,6 +27,7 @@ class Traffic:
 
     num_tokens per rank; row_bytes: payload of one row; num_ranks; ranks_per_device: ranks that share a GPU (and have no
     link between them); num_topk; destinations: ranks that a token goes to on average, None: of random experts.
+    Raises: TypeError, ValueError.
     """
 
     num_tokens: int
@@ -33,6 +36,15 @@ class Traffic:
     ranks_per_device: int = 1
     num_topk: int = 8
     destinations: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.integer("num_tokens", self.num_tokens, 0)
+        checks.integer("row_bytes", self.row_bytes, 1)
+        checks.integer("num_ranks", self.num_ranks, 1)
+        checks.integer("ranks_per_device", self.ranks_per_device, 1, self.num_ranks)
+        checks.integer("num_topk", self.num_topk, 1)
+        if self.destinations is not None:
+            reals.nonnegative("destinations", self.destinations)
 
     @property
     def fan(self) -> float:
@@ -92,6 +104,7 @@ def _estimate(
     traffic: Traffic, num_sms: int, machine: Machine, clocks: Callable[[float, int], float], memory_share: float
 ) -> Estimate:
     """Both directions touch memory alike: one row on the token's side, `fan` rows on the experts' side."""
+    checks.integer("num_sms", num_sms, 1)
     tokens, fan, row_bytes = traffic.num_tokens, traffic.fan, traffic.row_bytes
     moved = tokens * row_bytes * (1 + fan) * traffic.ranks_per_device  # bytes through one GPU's memory
     terms = {

@@ -106,6 +106,28 @@ def test_an_unknown_verb():
         model.num_sms(14336, 8, verb="reduce")
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: model.num_sms(100, 0), "num_ranks: expected at least 1, got 0"),
+        (lambda: model.num_sms(0, 2), "row_bytes: expected at least 1, got 0"),
+        (lambda: model.num_sms(1.5, 2), r"row_bytes: expected an int, got 1\.5"),
+        (lambda: model.num_sms(100, 2, ranks_per_device=0), r"ranks_per_device: expected 1\.\.2, got 0"),
+        (lambda: model.num_sms(100, 2, ranks_per_device=4), r"ranks_per_device: expected 1\.\.2, got 4"),
+        (lambda: model.num_sms(100, 2, num_topk=0), "num_topk: expected at least 1, got 0"),
+        (lambda: model.Traffic(-1, 100, 2), "num_tokens: expected at least 0, got -1"),
+        (lambda: model.Traffic(1, 100, 2, destinations=-1), "destinations: expected at least 0, got -1"),
+        (lambda: model.dispatch_time(model.Traffic(1, 100, 2), 0), "num_sms: expected at least 1, got 0"),
+        (lambda: model.combine_time(model.Traffic(1, 100, 2), 0), "num_sms: expected at least 1, got 0"),
+        (lambda: model.Machine(clock_ghz=0), "clock_ghz: expected more than 0, got 0"),
+        (lambda: model.Machine(num_sms=0), "num_sms: expected at least 1, got 0"),
+    ],
+)
+def test_bad_arguments(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
 def test_the_model_needs_no_array_library():
     code = "import sys, cupyep.model; assert not {'cupy', 'mpi4py'} & set(sys.modules)"
     done = subprocess.run(

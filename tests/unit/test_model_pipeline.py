@@ -95,13 +95,36 @@ def test_littles_law():
         ((-1, 1, 1), {}, "t_load: expected at least 0, got -1"),
         ((1, float("nan"), 1), {}, "t_compute: expected at least 0, got nan"),
         ((1, 1, -1), {}, "num_tiles: expected at least 0, got -1"),
+        ((1, 1, 2.5), {}, r"num_tiles: expected an int, got 2\.5"),
         ((1, 1, 1, 0), {}, "stages: expected at least 1, got 0"),
+        ((1, 1, 1, 2.5), {}, r"stages: expected an int, got 2\.5"),
+        (("1", 1, 1), {}, "t_load: expected a number, got '1'"),
         ((1, 1, 1), {"t_latency": 2}, r"t_latency: expected 0\.\.t_load \(1\), got 2"),
     ],
 )
 def test_bad_arguments(arguments, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         model.pipeline_time(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: model.load_time(9, latency_us=1, gbps_per_sm=0), "gbps_per_sm: expected more than 0, got 0"),
+        (lambda: model.load_time(9, latency_us=1, gbps_per_sm=1, num_sms=0), "num_sms: expected at least 1, got 0"),
+        (lambda: model.load_time(9, latency_us=1, gbps_per_sm=1, gbps_total=-1), "gbps_total: expected more than 0"),
+        (lambda: model.load_time(9, latency_us=-1, gbps_per_sm=1), "latency_us: expected at least 0, got -1"),
+        (lambda: model.load_time(-9, latency_us=1, gbps_per_sm=1), "tile_bytes: expected at least 0, got -9"),
+        (lambda: model.bytes_in_flight(-1, 1), "gbps: expected at least 0, got -1"),
+        (lambda: model.compare(lambda stages, work: 1.0, 0, 1), "num_tiles: expected at least 1, got 0"),
+        (lambda: model.compare(lambda stages, work: 1.0, 1, 1, [0]), "stages: expected at least 1, got 0"),
+        (lambda: model.ThreadPipeline(-1), "num_tiles: expected at least 1, got -1"),
+        (lambda: model.ThreadPipeline(load_s=-1), "load_s: expected at least 0, got -1"),
+    ],
+)
+def test_more_bad_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("t_compute", [0.2e-6, 1e-6, 5e-6])
