@@ -79,6 +79,9 @@ def store_tile(tensor_map: TensorMap, coordinates: Sequence[int], tile: Any, *, 
         return launches.done()
     with launches.on(stream):
         target = _target("tma.store_tile")
+        if (left := from_zero(tensor_map, coordinates, tile)) is None:
+            return launches.done()
+        tensor_map, coordinates, tile = left
         where = arrays.address(tile)
         return launches.run(plan_tile("store_tile", target, tensor_map, tensor_map.descriptor, coordinates, where))
 
@@ -165,6 +168,22 @@ def plan_copy_tensor(
     constants = {"kRank": len(along), **ring.constants()}
     smem_bytes, num_threads = ring.smem_bytes, ring.num_warps * 32
     return _launch("copy_tensor", target, constants, num_sms, num_threads, smem_bytes, (*descriptors, params))
+
+
+def from_zero(
+    tensor_map: TensorMap, coordinates: tuple[int, ...], tile: Any
+) -> tuple[TensorMap, tuple[int, ...], Any] | None:
+    """The same store without what lies before the array, and so without negative coordinates; None: nothing is left.
+
+    An H200 ends a kernel that stores a tile at one with "illegal instruction"; loads are right there.
+    """
+    if min(coordinates) >= 0:
+        return tensor_map, coordinates, tile
+    part = tile[tuple(slice(max(0, -first), None) for first in coordinates)]
+    if not part.size:
+        return None
+    part = part if part.flags.c_contiguous else part.copy()
+    return TensorMap(tensor_map.array, part.shape), tuple(max(0, first) for first in coordinates), part
 
 
 def gather(tensor_map: TensorMap, coordinates: Sequence[int]) -> np.ndarray:

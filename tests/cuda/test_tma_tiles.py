@@ -57,7 +57,17 @@ def test_load_and_store_tile(rank, dtype):
     ours, theirs = tma.TensorMap(array, box), tma.TensorMap(device, box)
     vector = 16 // array.itemsize  # coordinates along the last axis come in these
     last = shape[-1] // vector * vector
-    for outer, inner in ((0, 0), (-2, -vector), (1, vector), (2, last - vector), (shape[0] - 1, last), (5000, 5120)):
+    for outer, inner in (
+        (0, 0),
+        (-2, -vector),
+        (-1, 0),
+        (0, -vector),
+        (-500, -5120),
+        (1, vector),
+        (2, last - vector),
+        (shape[0] - 1, last),
+        (5000, 5120),
+    ):
         corner = (*(outer,) * (rank - 1), inner)
         tile = tma.load_tile(ours, corner)
         assert same(tma.load_tile(theirs, corner), tile), corner

@@ -97,6 +97,8 @@ def _issue(cta: Cta, lane: int, record: Any, coordinates: list[int], shared: int
         raise Fault(f"tile at {shared:#x}: expected a multiple of 128")
     if coordinates[0] * int(record["itemsize"]) % 16:
         raise Fault(f"innermost coordinate {coordinates[0]}: expected a multiple of 16 bytes")
+    if mbar is None and min(coordinates) < 0:
+        raise Fault(f"store at {coordinates}: expected no negative coordinate")
     inside = at[at >= 0]
     if inside.size:
         cta.space.index((inside + GLOBAL).astype(np.uint64), 1)

@@ -109,6 +109,22 @@ def test_tiles_by_numpy(dtype):
     assert np.array_equal(array.view(np.uint8), before.view(np.uint8))
 
 
+@pytest.mark.parametrize("corner", [(-1, -2, -4), (-1, 3, 8), (0, 0, -12), (2, -2, 40), (0, 1, 4)])
+def test_a_store_without_what_lies_before_the_array(corner):
+    array, tile = aligned((3, 5, 48)), aligned((2, 3, 16))
+    tile[...] = np.arange(96).reshape(2, 3, 16) + 1
+    whole = tma.TensorMap(array, (2, 3, 16), swizzle="64B")
+    tiles.scatter(whole, corner, tile)
+    expected = array.copy()
+    array[...] = 0
+    assert tiles.from_zero(whole, (*corner[:2], -16), tile) is None
+    part_map, part_corner, part = tiles.from_zero(whole, corner, tile)
+    assert min(part_corner) >= 0 and part.shape == part_map.tile_shape and part.flags.c_contiguous
+    assert (part_map is whole) == (min(corner) >= 0)
+    tiles.scatter(part_map, part_corner, part)
+    assert np.array_equal(array, expected) and array.any()
+
+
 def test_nan_fill_and_element_strides():
     array = aligned((6, 8))
     array[...] = 1
