@@ -177,6 +177,22 @@ __device__ __forceinline__ bool is_first(u32 value, bool valid) {
 __device__ __forceinline__ u32 warp_index() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
 __device__ __forceinline__ u32 num_warps() { return blockDim.x / 32 * gridDim.x; }
 
+// Whole warps: load(unit, &item), then use(item), for this warp's units below num_units; the next item is on its way while
+// one is used. Two items take turns, as a copy of one would wait for its loads.
+template <class Item, class Load, class Use>
+__device__ __forceinline__ void for_units(u32 num_units, Load load, Use use) {
+  const u32 step = num_warps();
+  Item even, odd;
+  u32 unit = warp_index();
+  if (unit < num_units) load(unit, even);
+  for (; unit < num_units; unit += 2 * step) {
+    if (unit + step < num_units) load(unit + step, odd);
+    use(even);
+    if (unit + 2 * step < num_units) load(unit + 2 * step, even);
+    if (unit + step < num_units) use(odd);
+  }
+}
+
 // A warp's share of a row: kBatch vectors per lane. `part` numbers the shares.
 constexpr u32 kBatch = cfg::kVecsPerLane;
 

@@ -44,7 +44,8 @@ __device__ __forceinline__ void send_part_fp8(const u8* x, u32 part, u64 row, u6
     if (inside) {
 #pragma unroll
       for (u32 v = 0; v < kVecs; ++v) {
-        widened<cfg::kDType>(values + v * (16 / kVecs), reinterpret_cast<const VecOf<16>*>(x)[at * kVecs + v]);
+        const VecOf<16> vec = reinterpret_cast<const VecOf<16>*>(x)[at * kVecs + v];
+        widened<cfg::kDType>(values + v * (16 / kVecs), vec);
       }
     }
 #pragma unroll
@@ -142,50 +143,68 @@ __device__ void read_counts(const Params& p, const u32* num_rows, u32* begin) {
   __syncthreads();
 }
 
+// A share of a row that has come: this lane's vectors, and in lane k the entry of column k of its meta words.
+struct Share {
+  WireVec batch[kBatch];
+  u32 source, row, part, entry;
+};
+
+// Share number `unit` of all those that this rank receives.
+__device__ __forceinline__ void fetch(const Params& p, const u32* starts, u8* from, u32 unit, Share& share) {
+  const u32 lane = threadIdx.x % 32, number = unit / cfg::kParts;
+  share.part = unit % cfg::kParts;
+  share.source = source_of(starts, number);
+  share.row = share.source * p.ll.max_tokens + number - starts[share.source];
+  load_part<cfg::kWireVecBytes, cfg::kWireBytes>(share.batch, from + static_cast<u64>(share.row) * cfg::kWireBytes, share.part);
+  share.entry = lane < p.ll.num_topk ? meta_of(p, from, share.row)[1 + lane] : kNone;
+}
+
+// A share that has come, to the rows of its token's experts; the row's first share takes scales and tables along.
+// begin[source][expert]: see read_counts.
+__device__ __forceinline__ void distribute(const Params& p, const u32* begin, u8* from, const Share& share) {
+  const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk, num_local = p.ll.num_local_experts;
+  const u32 expert_rows = cfg::kNumRanks * p.ll.max_tokens;
+  const u32 expert = share.entry & ((1u << cfg::kExpertBits) - 1);
+  u32 place = 0, position = kNone;  // at the expert; among all rows of recv_x
+  if (share.entry != kNone) {
+    place = begin[share.source * num_local + expert] + (share.entry >> cfg::kExpertBits);
+    position = expert * expert_rows + place;
+  }
+  const u32 leaders = __ballot_sync(kAll, is_first(position, share.entry != kNone));
+  for (u32 left = leaders; left != 0; left &= left - 1) {
+    const u32 owner = __ffs(left) - 1;
+    const u64 to = __shfl_sync(kAll, position, owner);
+    u8* row = reinterpret_cast<u8*>(p.recv_x) + to * cfg::kWireBytes;
+    store_part<cfg::kWireVecBytes, cfg::kWireBytes>(share.batch, row, share.part);
+    if (cfg::kFp8 && share.part == 0) {  // scales of an expert: [kScaleWords][expert_rows], as grouped GEMMs load them
+      const u64 theirs = __shfl_sync(kAll, expert, owner), column = __shfl_sync(kAll, place, owner);
+      const u32* scales = reinterpret_cast<const u32*>(from + p.ll.scales_offset) + static_cast<u64>(share.row) * cfg::kScaleWords;
+      for (u32 word = lane; word < cfg::kScaleWords; word += 32) {
+        reinterpret_cast<u32*>(p.recv_scales)[(theirs * cfg::kScaleWords + word) * expert_rows + column] = scales[word];
+      }
+    }
+  }
+  if (share.part != 0) return;
+  const u32* meta = meta_of(p, from, share.row);
+  const u64 at = static_cast<u64>(share.row) * num_topk + lane;
+  if (lane == 0) reinterpret_cast<u32*>(p.tables.tokens)[share.row] = meta[0];
+  if (lane < num_topk) reinterpret_cast<u32*>(p.tables.positions)[at] = position;
+  if (lane < num_topk && p.ll.with_weights) reinterpret_cast<u32*>(p.tables.weights)[at] = meta[1 + num_topk + lane];
+  if (leaders >> lane & 1) reinterpret_cast<u32*>(p.src_info)[position] = meta[0];
+}
+
 // The receive half, every CTA, all threads. False: leave.
 __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
   __shared__ u32 num_rows[cfg::kNumRanks], starts[cfg::kNumRanks + 1];
   u32* begin = reinterpret_cast<u32*>(smem);  // [ranks][num_local_experts]
-  const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk, num_local = p.ll.num_local_experts;
-  const u32 expert_rows = cfg::kNumRanks * p.ll.max_tokens;
   if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows, cfg::kOperationLowLatencyDispatch, epoch, num_rows)) return false;
   sum_up(num_rows, starts);
   read_counts(p, num_rows, begin);
 
   u8* from = region(p.sync, p.ll, p.sync.rank);
-  for (u32 unit = warp_index(); unit < starts[cfg::kNumRanks] * cfg::kParts; unit += num_warps()) {
-    const u32 number = unit / cfg::kParts, part = unit % cfg::kParts;
-    const u32 source = source_of(starts, number), row = source * p.ll.max_tokens + number - starts[source];
-    WireVec batch[kBatch];
-    load_part<cfg::kWireVecBytes, cfg::kWireBytes>(batch, from + static_cast<u64>(row) * cfg::kWireBytes, part);
-    const u32* meta = meta_of(p, from, row);
-    const u32 entry = lane < num_topk ? meta[1 + lane] : kNone, expert = entry & ((1u << cfg::kExpertBits) - 1);
-    u32 place = 0, position = kNone;  // at the expert; among all rows of recv_x
-    if (entry != kNone) {
-      place = begin[source * num_local + expert] + (entry >> cfg::kExpertBits);
-      position = expert * expert_rows + place;
-    }
-    const u32 leaders = __ballot_sync(kAll, is_first(position, entry != kNone));
-    for (u32 left = leaders; left != 0; left &= left - 1) {
-      const u32 owner = __ffs(left) - 1;
-      const u64 to = __shfl_sync(kAll, position, owner);
-      store_part<cfg::kWireVecBytes, cfg::kWireBytes>(batch, reinterpret_cast<u8*>(p.recv_x) + to * cfg::kWireBytes, part);
-      if (cfg::kFp8 && part == 0) {  // scales of an expert: [kScaleWords][expert_rows], as grouped GEMMs load them
-        const u64 theirs = __shfl_sync(kAll, expert, owner), column = __shfl_sync(kAll, place, owner);
-        const u32* scales = reinterpret_cast<const u32*>(from + p.ll.scales_offset) + static_cast<u64>(row) * cfg::kScaleWords;
-        for (u32 word = lane; word < cfg::kScaleWords; word += 32) {
-          reinterpret_cast<u32*>(p.recv_scales)[(theirs * cfg::kScaleWords + word) * expert_rows + column] = scales[word];
-        }
-      }
-    }
-    if (part == 0) {
-      const u64 table_row = static_cast<u64>(row) * num_topk + lane;
-      if (lane == 0) reinterpret_cast<u32*>(p.tables.tokens)[row] = meta[0];
-      if (lane < num_topk) reinterpret_cast<u32*>(p.tables.positions)[table_row] = position;
-      if (lane < num_topk && p.ll.with_weights) reinterpret_cast<u32*>(p.tables.weights)[table_row] = meta[1 + num_topk + lane];
-      if (leaders >> lane & 1) reinterpret_cast<u32*>(p.src_info)[position] = meta[0];
-    }
-  }
+  for_units<Share>(
+      starts[cfg::kNumRanks] * cfg::kParts, [&](u32 unit, Share& share) { fetch(p, starts, from, unit, share); },
+      [&](const Share& share) { distribute(p, begin, from, share); });
   return true;
 }
 
