@@ -163,12 +163,12 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def pipelines() -> dict[str, tuple[Pipeline, dict[str, Any]]]:
-    """Three pipelines, and the scalars to call each with. With three groups a scheduler has three warps."""
+    """Three pipelines, and the scalars to call each with; the fastest shapes of those tried (docs/performance.md)."""
     line = Pipeline(
         6, (4096,), "float32", "a * x + b", scalars=("a", "b"), reference=lambda x, a, b: a * x + b, groups=3
     )
-    rows = Pipeline(6, (4, 1024), "float32", SOFTMAX, reference=softmax, groups=3)
-    cast = Pipeline(6, (8192,), "bfloat16", "x", out_dtype="float8_e4m3fn", reference=lambda x: x, groups=3)
+    rows = Pipeline(12, (2, 1024), "float32", SOFTMAX, reference=softmax, groups=6, warps_per_group=2)
+    cast = Pipeline(8, (8192,), "bfloat16", "x", out_dtype="float8_e4m3fn", reference=lambda x: x, groups=4)
     return {"a * x + b": (line, {"a": 3.0, "b": 0.5}), "row softmax": (rows, {}), "bf16 -> fp8": (cast, {})}
 
 

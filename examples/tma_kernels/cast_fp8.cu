@@ -12,7 +12,7 @@
 
 using namespace cupyep::tma;
 
-constexpr int kWarps = 12, kStages = 3, kElements = 2048;  // of a slot
+constexpr int kWarps = 16, kStages = 2, kElements = 2048;  // of a slot
 constexpr u32 kInBytes = 2 * kElements, kOutBytes = kElements, kWarpBytes = kStages * kInBytes + 2 * kOutBytes;
 
 // Two bfloat16, the lower one first, to two fp8.

@@ -21,7 +21,7 @@ SMALLER = {  # constants of each kernel that are made smaller: the interpreter i
     "scale_shift": (("kWarps = 8, kStages = 3, kSlotBytes = 8192", "kWarps = 2, kStages = 2, kSlotBytes = 1024"),),
     "row_softmax": (("kColumns = 2048, kWarps = 12, kSlots = 24", "kColumns = 128, kWarps = 2, kSlots = 4"),),
     "cast_fp8": (
-        ("kWarps = 12, kStages = 3, kElements = 2048", "kWarps = 2, kStages = 2, kElements = 512"),
+        ("kWarps = 16, kStages = 2, kElements = 2048", "kWarps = 2, kStages = 2, kElements = 512"),
         ("kBatch = 8", "kBatch = 2"),
     ),
 }
