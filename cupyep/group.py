@@ -170,7 +170,8 @@ class Group:
     def close(self) -> None:
         """Ends the Buffer: no more operations. Received arrays stay valid. Idempotent.
 
-        Raises: PeerTimeoutError if a peer does not close too; after an error nothing more is raised for it.
+        Raises: PeerTimeoutError if a peer does not close too; MismatchError if it makes another call that meets on the
+            host, which ends the Buffer on all ranks. After an error nothing more is raised for it.
         Sync: collective, unless an error has broken the group.
         """
         backend, self._backend = self._backend, None
@@ -184,6 +185,11 @@ class Group:
                 pending = backend.broken = error
             except CupyepError as error:  # of an operation that all ranks left alike
                 pending = error
+        if backend.broken is None:
+            try:
+                self._comm.barrier(operation="close", timeout_s=self._timeout_s)
+            except CupyepError as error:  # somebody has not closed
+                pending = backend.broken = error
         try:
             backend.close(collective=backend.broken is None)
         finally:
@@ -200,7 +206,11 @@ class Group:
         if error is not None and backend is not None and error is not self._left():
             # This rank's program failed: the peers must not wait for it until their deadline.
             self._abandon(backend, error, tell=True)
-        self.close()
+        try:
+            self.close()
+        except CupyepError:
+            if error is None:  # else the block's own error goes on
+                raise
 
     def __del__(self) -> None:
         if self._backend is not None:  # a collective close is out of the question here
@@ -231,6 +241,8 @@ class Group:
             yield
         except (MismatchError, ArenaExhaustedError, StateError) as error:
             self._left = weakref.ref(error)
+            if isinstance(error, MismatchError) and "close" in (error.expected, error.got):
+                backend.broken = error  # whoever was in close() does not come back
             raise
         except BaseException as error:  # also out of memory, Ctrl-C: the operation is half done
             self._abandon(backend, error, tell=not isinstance(error, PeerError))  # a peer's failure has been told

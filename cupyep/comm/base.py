@@ -27,9 +27,22 @@ class Communicator(ABC):
     in_process: bool
     watch: Callable[[], None] | None = None  # called in waits: raises when the group has been left
 
+    def allgather(self, value: Any, *, operation: str = "allgather", timeout_s: float | None = 120) -> list[Any]:
+        """Collective: every rank's `value`, in rank order (between threads the object itself, not a copy).
+
+        Raises: PeerTimeoutError naming a rank that did not come; MismatchError, on all ranks, where some are here for
+            another operation. All of them have made this step then, so the next one is a common one again.
+        """
+        everyone = self._exchange((operation, value), operation, timeout_s)
+        first = everyone[0][0]
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs != first:
+                raise MismatchError(operation, rank, "operation", first, theirs)
+        return [theirs for _, theirs in everyone]
+
     @abstractmethod
-    def allgather(self, value: Any, *, operation: str, timeout_s: float | None) -> list[Any]:
-        """Collective: every rank's `value`, in rank order. Raises PeerTimeoutError naming a rank that did not come."""
+    def _exchange(self, value: Any, operation: str, timeout_s: float | None) -> list[Any]:
+        """allgather of whatever the ranks came for; `operation` is for errors only."""
 
     @abstractmethod
     def free(self) -> None:

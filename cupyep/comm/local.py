@@ -52,8 +52,7 @@ class LocalComm(Communicator):
         self._step = 0
         self._num_duplicates = 0
 
-    def allgather(self, value: Any, *, operation: str = "allgather", timeout_s: float | None = 120) -> list[Any]:
-        """Collective: every rank's `value` (the object itself, not a copy), in rank order."""
+    def _exchange(self, value: Any, operation: str, timeout_s: float | None) -> list[Any]:
         group, step = self._group, self._step
         self._step += 1
         start = time.monotonic()
@@ -64,12 +63,12 @@ class LocalComm(Communicator):
                 del group.steps[step]  # the waiters hold the box itself
                 group.condition.notify_all()
         while len(box) < self.size:
-            missing = next(rank for rank in range(self.size) if rank not in box)
             if failed := self.failed_peer():
                 raise PeerError(operation, 0, self.rank, *failed)
             waited = time.monotonic() - start
-            if timeout_s is not None and waited >= timeout_s:
-                raise PeerTimeoutError(operation, 0, self.rank, missing, waited)
+            late = timeout_s is not None and waited >= timeout_s
+            if late and (missing := [rank for rank in range(self.size) if rank not in box]):  # none: it came just now
+                raise PeerTimeoutError(operation, 0, self.rank, missing[0], waited)
             if self.watch is not None and waited > _WATCH_S:
                 self.watch()
             left = math.inf if timeout_s is None else timeout_s - waited

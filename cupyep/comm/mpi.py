@@ -72,8 +72,7 @@ class MpiCommunicator(Communicator):
                 raise
         return duplicate
 
-    def allgather(self, value: Any, *, operation: str, timeout_s: float | None) -> list[Any]:
-        """Collective: every rank's `value`, pickled, in rank order."""
+    def _exchange(self, value: Any, operation: str, timeout_s: float | None) -> list[Any]:
         tag = self._step % _NUM_TAGS
         self._step += 1
         self._sends = [send for send in self._sends if not send.Test()]

@@ -26,8 +26,7 @@ class PipeCommunicator(Communicator):
     def __init__(self, rank: int, connection: Connection) -> None:
         self.rank, self._connection = rank, connection
 
-    def allgather(self, value: Any, *, operation: str, timeout_s: float | None) -> list[Any]:
-        """Collective: both ranks' values."""
+    def _exchange(self, value: Any, operation: str, timeout_s: float | None) -> list[Any]:
         self._connection.send(value)
         if not self._connection.poll(timeout_s):
             raise PeerTimeoutError(operation, 0, self.rank, 1 - self.rank, timeout_s or 0)

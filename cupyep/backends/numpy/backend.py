@@ -152,7 +152,6 @@ class NumpyBackend(Backend):
         if self._low_latency:
             self._low_latency.close(collective=collective)
         if collective:
-            self._comm.barrier(operation="close", timeout_s=self._config.timeout_s)
             self._comm.free()
         del self._operations, self._arena  # arrays that outlive us keep their arena
 
