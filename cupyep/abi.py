@@ -124,6 +124,7 @@ class Verdict(IntEnum):
 
 
 # The words that every rank must post alike. They lead the Post struct, in this order.
+# handle_id: of the dispatch that is meant; in COUNT, which has none yet, num_worst_tokens.
 # scales: bytes of a token's scales * 16 + their DType, or 0.
 SIGNATURE_FIELDS = ("operation", "dtype", "row_bytes", "num_topk", "num_experts", "handle_id", "flags", "scales")
 

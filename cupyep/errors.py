@@ -67,13 +67,22 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class ArenaExhaustedError(CupyepError, MemoryError):
-    """An arena block could not be had: `needed` bytes asked, `free` bytes left in the largest gap, on `rank`."""
+    """Memory of fixed size does not suffice.
 
-    def __init__(self, needed: int, free: int, rank: int = 0) -> None:
-        super().__init__(needed, free, rank)
-        self.needed, self.free, self.rank = needed, free, rank
+    Args:
+        needed: what was asked for, in bytes; of num_worst_tokens, in rows.
+        free: what there is in this unit: of an arena, in its largest gap.
+        rank: where.
+        argument: what fixed the size: "num_nvl_bytes" (the arena's), "num_rdma_bytes" or "num_worst_tokens".
+    """
+
+    def __init__(self, needed: int, free: int, rank: int = 0, argument: str = "num_nvl_bytes") -> None:
+        super().__init__(needed, free, rank, argument)
+        self.needed, self.free, self.rank, self.argument = needed, free, rank, argument
 
     def __str__(self) -> str:
+        if self.argument != "num_nvl_bytes":
+            return f"rank {self.rank}: {self.argument}: expected at least {self.needed:,}, got {self.free:,}"
         return (
             f"rank {self.rank}: an arena block of {self.needed:,} bytes is needed, the largest free is {self.free:,}; "
             "drop received arrays, pass copy=True, or create the Buffer with more num_nvl_bytes"

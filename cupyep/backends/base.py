@@ -139,7 +139,7 @@ class Backend(ABC):
     def __init__(self, comm: Communicator, config: BufferConfig) -> None:
         self._comm, self._config = comm, config
         self.capacity = Capacity(config.max_tokens_per_rank or 0, config.num_nvl_bytes or HEAP_STEP)
-        self._prepared: set[Shape] = set()
+        self._prepared: dict[Shape, int] = {}  # with the most rows of a rank that the arena was sized for
         self.broken: CupyepError | None = None  # what has ended this group for good, as far as it was raised
         self._low_latency: LowLatency | None = None
 
@@ -148,17 +148,19 @@ class Backend(ABC):
         """The maximum that the caller has fixed, or None where a larger call may grow it."""
         return self._config.max_tokens_per_rank
 
-    def prepare(self, shape: Shape, most_tokens: int = 0) -> None:
+    def prepare(self, shape: Shape, most_tokens: int = 0, num_worst_tokens: int = 0) -> None:
         """Collective where it acts: makes the shape's first use a normal use (arena space, kernels).
 
         Every rank comes here with equal arguments: all resize and load, or none does.
         """
-        if shape in self._prepared and most_tokens <= self.capacity.max_tokens_per_rank:
+        max_tokens, heap = self.capacity.max_tokens_per_rank, self.capacity.heap_bytes
+        if most_tokens > max_tokens:
+            max_tokens = most_tokens if self.agreed_max_tokens else align(most_tokens)
+        num_rows = max(self._comm.size * max_tokens, num_worst_tokens)
+        if num_rows <= self._prepared.get(shape, -1):
             return
-        rounded = most_tokens if self.agreed_max_tokens else align(most_tokens)
-        max_tokens, heap = max(self.capacity.max_tokens_per_rank, rounded), self.capacity.heap_bytes
         if not self._config.num_nvl_bytes:
-            block = shape.rows.offsets(self._comm.size * max_tokens)["num_bytes"]
+            block = shape.rows.offsets(num_rows)["num_bytes"]
             heap = max(heap, align(BLOCKS_PER_ARENA * block, HEAP_STEP))
         grown = Capacity(max_tokens, heap)
         if heap > self.capacity.heap_bytes:
@@ -166,7 +168,12 @@ class Backend(ABC):
         self.capacity = grown
         if shape not in self._prepared:
             self._load(shape)
-            self._prepared.add(shape)
+        self._prepared[shape] = num_rows
+
+    def _is_prepared(self, shape: Shape, num_worst_tokens: int) -> bool:
+        """Whether a dispatch with this number need not be prepared; equal on all ranks."""
+        rows = self._prepared.get(shape, -1)
+        return rows >= num_worst_tokens or (rows >= 0 and self._config.num_nvl_bytes > 0)
 
     @abstractmethod
     def _resize(self, capacity: Capacity) -> None:

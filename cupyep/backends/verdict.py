@@ -17,7 +17,10 @@ def signature_mismatch(posts: np.ndarray) -> MismatchError | None:
         for field in abi.SIGNATURE_FIELDS:
             expected, got = int(posts[0][field]), int(posts[rank][field])
             if expected != got:
-                return MismatchError(Operation(int(posts[0]["operation"])).verb, rank, *_readable(field, expected, got))
+                operation = Operation(int(posts[0]["operation"]))
+                if field == "handle_id" and operation == Operation.COUNT:
+                    field = "num_worst_tokens"
+                return MismatchError(operation.verb, rank, *_readable(field, expected, got))
     return None
 
 

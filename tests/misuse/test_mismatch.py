@@ -55,6 +55,18 @@ def mismatched_dispatches(comm, backend):
     return errors
 
 
+def mismatched_worst_tokens(comm, backend):
+    parts, errors = arrays(backend, comm.rank), []
+    with cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S) as buffer:
+        for theirs in (0, 30):
+            for worst in (40, theirs if comm.rank == ODD_ONE else 40):
+                options = {"num_experts": CASE.num_experts, "num_worst_tokens": worst}
+                error = caught(lambda options=options: buffer.dispatch(*parts, **options))
+            errors.append(error)
+            checks.run_case(comm, CASE, backend, buffer)
+    return errors
+
+
 def mismatched_combines(comm, backend):
     errors, is_odd = {}, comm.rank == ODD_ONE
     with cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S) as buffer:
@@ -114,6 +126,12 @@ def test_dispatch(run_ranks, backend):
     results = run_ranks(3, mismatched_dispatches, backend)
     for name, (*_, field, expected, got) in DISPATCHES.items():
         assert_mismatch([errors[name] for errors in results], field, expected, got)
+
+
+def test_num_worst_tokens(run_ranks, backend):
+    results = run_ranks(3, mismatched_worst_tokens, backend)
+    for number, theirs in enumerate((0, 30)):
+        assert_mismatch([errors[number] for errors in results], "num_worst_tokens", 40, theirs)
 
 
 def test_combine(run_ranks, backend):

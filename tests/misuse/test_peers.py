@@ -224,6 +224,7 @@ ERRORS = [
     errors.PeerError("combine", 17, 0, 3, "closed its buffer"),
     errors.PeerTimeoutError("dispatch", 4_294_967_295, 1, 2, 1.25),
     errors.ArenaExhaustedError(1024, 512, 3),
+    errors.ArenaExhaustedError(1024, 512, 3, "num_rdma_bytes"),
     errors.TopologyError("no peer access", [[None, "another host"], ["another host", None]]),
     errors.CompileError("push.cu", "error: expected a ;"),
     errors.UnsupportedDeviceError("tma.copy", "9.0", "8.0"),

@@ -107,6 +107,24 @@ def too_small(comm, backend):
 def test_more_rows_than_num_worst_tokens(backend):
     first, second = launch.threads(2, too_small, backend)
     assert first == second and [error is None for error in first] == [False, True, False]
+    assert all(f"num_worst_tokens: expected at least 80, got {worst}" in first[at] for at, worst in ((0, 79), (2, 10)))
+
+
+def sized_by_worst_tokens(comm, backend):
+    """An arena that nobody has sized has room for num_worst_tokens, whatever the first calls bring."""
+    xp = checks.namespace(backend)
+    x, topk_idx = xp.full((1, 4096), comm.rank, np.float32), xp.zeros((1, 1), np.int64)
+    with cupyep.Buffer(comm, backend=backend, timeout_s=checks.TIMEOUT_S) as buffer:
+        for worst in (0, 1024, 1024, 4096):
+            result = buffer.dispatch(x, topk_idx, num_experts=2, num_worst_tokens=worst)
+            checks.complete(result)
+            if comm.rank == 0:
+                assert result.recv_x[:2, 0].tolist() == [0, 1]
+        checks.complete(buffer.combine(result.recv_x, result.handle))
+
+
+def test_worst_tokens_size_the_arena(run_ranks, backend):
+    run_ranks(2, sized_by_worst_tokens, backend)
 
 
 def be_late(backend, seconds):

@@ -126,9 +126,27 @@ def fixed_size(rank: Rank) -> None:
 def too_few_rows(rank: Rank) -> None:
     rank.dispatch(num_worst_tokens=20)
     result = rank.dispatch(num_worst_tokens=2)
-    with pytest.raises(cupyep.ArenaExhaustedError):
+    with pytest.raises(cupyep.ArenaExhaustedError, match="num_worst_tokens"):
         result.event.synchronize()
     usual(rank)
+
+
+def different_sizes(rank: Rank) -> None:
+    """A rank that waits for the counts learns it in the call, one that does not learns it later; both go on."""
+    for theirs in (0, 30):
+        rank.dispatch(num_worst_tokens=20)
+        if rank.rank == 0:
+            result = rank.dispatch(num_worst_tokens=20)
+        elif theirs:
+            result = rank.dispatch(num_worst_tokens=theirs)
+        with pytest.raises(cupyep.MismatchError, match="num_worst_tokens: rank 0 has 20"):
+            if rank.rank == 1 and not theirs:
+                try:
+                    rank.buffer.dispatch(*rank.inputs, num_experts=CASE.num_experts)
+                finally:
+                    rank.machine.wait()
+            result.event.synchronize()
+        usual(rank)
 
 
 def expert_layout(rank: Rank) -> None:
@@ -221,7 +239,7 @@ def captured(rank: Rank) -> None:
     assert rank.buffer._backend._arena.largest == free
 
 
-JOBS = [captured, usual, arena_input, pairs, fixed_size, too_few_rows, expert_layout, grown]
+JOBS = [captured, usual, arena_input, pairs, fixed_size, too_few_rows, different_sizes, expert_layout, grown]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)

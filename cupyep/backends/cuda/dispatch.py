@@ -37,8 +37,10 @@ class Dispatch(Session):
         shape, size, fixed = tokens.shape(form.by_expert), self._comm.size, form.num_worst_tokens
         num_sms = self._num_sms(run, shape, shape.rows.num_topk)
         num_local, num_tokens = num_experts // size, len(tokens.x)
-        ready, free = shape in self._prepared, self._arena.largest
-        not_captured = "" if ready and fixed else f"num_worst_tokens= is needed, and {self._not_loaded}"
+        ready, free = self._is_prepared(shape, fixed), self._arena.largest
+        not_captured = ""
+        if not (ready and fixed):
+            not_captured = f"num_worst_tokens= is needed, no more than the arena was sized for, and {self._not_loaded}"
         with self._operation(Operation.COUNT, run, not_captured) as current:
             sent = tokens.map(plain)
             order = self._blocks.lent((num_tokens, size), np.int32, current)
@@ -54,6 +56,7 @@ class Dispatch(Session):
                 counted_event = self._comm_stream.record()
                 if ready:
                     self._push(shape, routing, sent, blocks, fixed, num_sms)
+            self._handle_id += 1  # here, where all ranks are: some may learn only later that this dispatch has failed
             counted = None
             if not (ready and fixed) or isinstance(blocks, ArenaExhaustedError):
                 self._host_wait(counted_event)
@@ -62,12 +65,11 @@ class Dispatch(Session):
                 except CupyepError:
                     blocks = {}  # whoever keeps the error must not keep them
                     raise
-            self._handle_id += 1
             num_recv = fixed or sum(counted.rows)  # type: ignore[union-attr]
             routing = replace(routing, capacity=num_recv)
             if counted and (not ready or counted.verdict == Verdict.GROW):
                 blocks = {}  # of an arena that may be replaced now
-                self.prepare(shape, counted.most_tokens)
+                self.prepare(shape, counted.most_tokens, fixed)
                 blocks = self._push_counted(shape, routing, sent, fixed, num_sms, current)
             if isinstance(blocks, ArenaExhaustedError):  # no peer has a row for us, or COUNT would have told all ranks
                 raise blocks

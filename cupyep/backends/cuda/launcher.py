@@ -109,6 +109,7 @@ class Launcher:
             shape.signature,
             operation=Operation.COUNT,
             num_experts=routing.num_experts,
+            handle_id=form.num_worst_tokens,
             num_tokens=len(topk_idx),
             capacity=routing.capacity,
             rows_offset=free,
@@ -234,6 +235,8 @@ class Launcher:
         if verdict == Verdict.FAILED and index == COUNT:
             rank = int(record["failed_rank"])
             post, rows = posts[rank], int(record["failed_rows"])
+            if 0 < (fixed := int(post["handle_id"])) < rows:
+                return ArenaExhaustedError(rows, fixed, rank, "num_worst_tokens")
             return ArenaExhaustedError(_row_layout(post).offsets(rows)["num_bytes"], int(post["rows_offset"]), rank)
         if verdict == Verdict.FAILED:
             rank = int(np.flatnonzero(posts["status"] == Status.FAILED)[0])

@@ -68,13 +68,12 @@ class NumpyBackend(Backend):
     def dispatch(self, tokens: Tokens, num_experts: int, form: Form, run: Run) -> tuple:
         shape = tokens.shape(form.by_expert)
         route = routing.route(tokens.topk_idx, num_experts, self._comm.size)
-        matrix, experts, most_tokens = self._operations.count(shape, route, num_experts, form)
-        self.prepare(shape, most_tokens)
         rank, fixed = self._comm.rank, form.num_worst_tokens
+        matrix, experts, most_tokens = self._operations.count(shape, route, num_experts, form)
+        self.prepare(shape, most_tokens, fixed)
         num_recv = int(matrix[:, rank].sum())
         for peer in np.flatnonzero(matrix.sum(0) > fixed) if fixed else ():  # all ranks see all counts
-            needed, have = (sum(shape.rows.parts(int(count)).values()) for count in (matrix[:, peer].sum(), fixed))
-            raise ArenaExhaustedError(needed, have, int(peer))
+            raise ArenaExhaustedError(int(matrix[:, peer].sum()), fixed, int(peer), "num_worst_tokens")
         handle = NumpyHandle(
             num_tokens=len(tokens.x),
             num_topk=shape.rows.num_topk,

@@ -161,10 +161,14 @@ def create_arena(comm: Communicator, initial: np.ndarray, heap_bytes: int, timeo
 
 
 def _create_private(comm: Communicator, num_bytes: int, initial: np.ndarray, timeout_s: float | None) -> Arena:
-    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)  # not touched: the heap costs nothing until it is used
-    start = -raw.ctypes.data % ALIGNMENT
-    raw[start : start + initial.nbytes] = initial
-    everyone = comm.allgather(
-        (raw[start : start + num_bytes], threading.Lock()), operation="create arena", timeout_s=timeout_s
-    )
+    def create() -> tuple[np.ndarray, threading.Lock]:
+        try:
+            raw = np.empty(num_bytes + ALIGNMENT, np.uint8)  # not touched: the heap costs nothing until it is used
+        except (MemoryError, ValueError) as error:  # more than there is; more than can be counted
+            raise ArenaExhaustedError(num_bytes, 0, comm.rank) from error
+        start = -raw.ctypes.data % ALIGNMENT
+        raw[start : start + initial.nbytes] = initial
+        return raw[start : start + num_bytes], threading.Lock()
+
+    everyone = comm.together("create arena", create, timeout_s=timeout_s)
     return Arena([memory for memory, _ in everyone], comm.rank, initial.nbytes, [], everyone[0][1])

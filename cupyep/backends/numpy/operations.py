@@ -40,10 +40,14 @@ class Operations:
             words = self._normal.counts[peer][parity, rank]
             words[:size] = route.num_tokens_per_rank
             words[size : size + num_local] = route.num_tokens_per_expert[peer * num_local : (peer + 1) * num_local]
-        num_tokens = len(route.is_token_in_rank)
-        self._normal.post(
-            abi.POST(operation=Operation.COUNT, num_experts=num_experts, num_tokens=num_tokens, **shape.signature)
+        record = abi.POST(
+            operation=Operation.COUNT,
+            num_experts=num_experts,
+            handle_id=form.num_worst_tokens,
+            num_tokens=len(route.is_token_in_rank),
+            **shape.signature,
         )
+        self._normal.post(record)
         posts = self._normal.wait_posts(form.wait_stats)
         counts = self._normal.counts[rank][parity].astype(np.int64)
         self._normal.end()
