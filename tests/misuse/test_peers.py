@@ -70,6 +70,21 @@ def test_a_rank_that_stalls(run_ranks, backend, verb):
     assert len(told) == 1  # all name the same culprit in the same operation
 
 
+def come_one_by_one(comm, backend):
+    """The culprit's neighbour comes shortly before the deadline, the culprit itself after all have left."""
+    timeout_s, late = TIMEOUTS_S[backend], (comm.rank - CULPRIT) % comm.size
+    buffer = cupyep.Buffer(comm, backend=backend, timeout_s=timeout_s)
+    calls = verbs(buffer, comm.rank, backend)
+    time.sleep({0: timeout_s + SLACK_S, 1: 0, 2: 0.7 * timeout_s}[late])
+    return outcome(calls["dispatch"]), outcome(buffer.close)
+
+
+def test_one_deadline_for_all_peers(run_ranks, backend):
+    for rank, ((error, seconds), _) in enumerate(run_ranks(3, come_one_by_one, backend)):
+        assert isinstance(error, cupyep.PeerTimeoutError) and error.peer == CULPRIT, f"rank {rank}: {error!r}"
+        assert seconds <= TIMEOUTS_S[backend] + 0.4
+
+
 def stall_host_step(comm, backend, step):
     """As above, in a collective of the host: creation or close()."""
     if step == "close":

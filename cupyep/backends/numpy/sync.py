@@ -108,7 +108,7 @@ class Channel:
             return peer not in missing
 
         for peer in range(self._comm.size):
-            self._wait(self._words[own][parity, peer], _EPOCH_WORD, peer, functools.partial(has_come, peer))
+            self._wait(self._words[own][parity, peer], _EPOCH_WORD, peer, functools.partial(has_come, peer), start)
         fence()  # H5: the epoch words before what they publish
         posts = self._posts[own][parity].copy()
         for revoked in np.flatnonzero(posts["status"] == Status.REVOKED):  # it may have been FAILED before
@@ -133,17 +133,26 @@ class Channel:
         fence()  # H4, H8: our copies before the done words
         for peer in range(self._comm.size):
             self._done[peer][self._comm.rank] = self.epoch
+        start = time.monotonic()
         for peer in range(self._comm.size):
-            self._wait(self._done[self._comm.rank], peer, peer)
+            self._wait(self._done[self._comm.rank], peer, peer, start=start)
         fence()  # H5: their copies are seen
         self.end()
 
     def _reached(self, seen: int) -> bool:
         return (seen - self.epoch) & 0xFFFFFFFF < 0x80000000  # epochs wrap
 
-    def _wait(self, words: np.ndarray, index: int, peer: int, reached: Callable[[int], bool] | None = None) -> bool:
+    def _wait(
+        self,
+        words: np.ndarray,
+        index: int,
+        peer: int,
+        reached: Callable[[int], bool] | None = None,
+        start: float | None = None,
+    ) -> bool:
+        """Until words[index] is `reached` (None: our epoch). `start`: when the wait for all peers began; None: now."""
         reached = reached or self._reached
-        start = time.monotonic()
+        start = time.monotonic() if start is None else start
         while not reached(int(words[index])):
             self.check_abort()
             if failed := self._comm.failed_peer():
