@@ -153,6 +153,7 @@ class Group:
         """Every rank's `array`, as memory that this rank may read and write, for example by tma.copy. Collective.
 
         Args: array: C-contiguous, in this rank's arena (a received array, or of `empty`); shapes may differ by rank.
+            One without elements may lie anywhere.
         Returns: a list by rank; our own is `array` itself. They are valid until close() or until the arena grows, and
             as long as each owner keeps its array. Who may touch them when is the callers' business: see barrier().
         Raises: ValueError where it lies elsewhere. Sync: the host waits for all ranks.
@@ -208,7 +209,7 @@ class Group:
             self._abandon(backend, error, tell=True)
         try:
             self.close()
-        except CupyepError:
+        except Exception:
             if error is None:  # else the block's own error goes on
                 raise
 

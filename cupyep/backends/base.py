@@ -254,9 +254,10 @@ class Backend(ABC):
         """The array's block is not reused before the stream's present work is done."""
 
     def locate(self, array: Any) -> tuple[int, tuple[int, ...], Any]:
-        """(offset, shape, dtype) of an array in our arena. ValueError if it lies elsewhere."""
-        if (offset := self._offset_of(array)) is None:
-            raise ValueError("array: expected a C-contiguous one of this Buffer's arena, got memory from elsewhere")
+        """(offset, shape, dtype) of an array in our arena. ValueError if it lies elsewhere; one without bytes may."""
+        if (offset := self._offset_of(array) if array.size else 0) is None:
+            got = "memory from elsewhere" if array.flags.c_contiguous else "one that is not contiguous"
+            raise ValueError(f"array: expected a C-contiguous one of this Buffer's arena, got {got}")
         return offset, array.shape, array.dtype
 
     def peer_arrays(self, array: Any, where: tuple) -> list[Any]:

@@ -42,5 +42,29 @@ def exchange(comm, backend):
         buffer.barrier().synchronize()
 
 
+def odd_arrays(comm, backend):
+    """Received arrays without rows, and slices that start anywhere."""
+    xp = checks.namespace(backend)
+    with cupyep.Buffer(comm, 1 << 20, backend=backend, timeout_s=checks.TIMEOUT_S) as buffer:
+        x, topk_idx = xp.full((2, 4), 7, np.float32), xp.zeros((2, 1), np.int64)  # all tokens go to rank 0
+        for options in ({}, {"copy": True}) if comm.rank else ({}, {}):
+            every = buffer.peer_arrays(buffer.dispatch(x, topk_idx, num_experts=comm.size, **options).recv_x)
+            assert [theirs.shape for theirs in every] == [(2 * comm.size, 4)] + [(0, 4)] * (comm.size - 1)
+            assert (every[0] == 7).all()
+            buffer.barrier().synchronize()
+        ours = buffer.empty((3, 3), np.float32)
+        ours[...] = comm.rank
+        every = buffer.peer_arrays(ours[1:])
+        buffer.barrier().synchronize()
+        assert [theirs[1, 2].item() for theirs in every] == list(range(comm.size))
+        with pytest.raises(ValueError, match="got one that is not contiguous"):
+            buffer.peer_arrays(ours[:, 1:])
+        buffer.barrier().synchronize()
+
+
+def test_arrays_without_rows_and_slices(run_ranks, backend):
+    run_ranks(NUM_RANKS, odd_arrays, backend)
+
+
 def test_copies_between_arenas(run_ranks, backend):
     run_ranks(NUM_RANKS, exchange, backend)

@@ -144,10 +144,10 @@ class Arena:
         raise ValueError("array: expected one that this Buffer made, got memory from elsewhere")
 
     def offset_of(self, array: cupy.ndarray) -> int | None:
-        """Where `array` lies in this arena, if a kernel can use it in place, else None."""
+        """Where a contiguous `array` lies in this arena, or None."""
         offset = array.data.ptr - self.address
         inside = offset >= 0 and offset + array.nbytes <= self.num_bytes
-        return offset if inside and array.flags.c_contiguous and offset % 16 == 0 else None
+        return offset if inside and array.flags.c_contiguous else None
 
     def peer_view(self, rank: int, offset: int, shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
         """An array over a peer's arena; valid until close."""

@@ -90,7 +90,7 @@ class Blocks:
             if array is None or not array.size:
                 continue
             offset = self._arena.offset_of(array)
-            if offset is None:
+            if offset is None or offset % 16:
                 try:
                     block = self.allocate({name: array.nbytes}, stream)[name]
                 except ArenaExhaustedError as error:

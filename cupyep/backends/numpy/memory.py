@@ -94,10 +94,10 @@ class Arena:
         return block[:num_bytes]
 
     def offset_of(self, array: np.ndarray) -> int | None:
-        """Where `array` lies in our own arena, if combine can use it in place, else None."""
+        """Where a contiguous `array` lies in our own arena, or None."""
         offset = array.ctypes.data - self.address
         inside = offset >= 0 and offset + array.nbytes <= self.own.nbytes
-        return offset if inside and array.flags.c_contiguous and offset % 16 == 0 and array.nbytes else None
+        return offset if inside and array.flags.c_contiguous else None
 
 
 class _Block:
