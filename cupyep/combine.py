@@ -40,7 +40,8 @@ class Combine(Group):
             topk_weights: `[num_recv_tokens, num_topk]` float32 to be summed the same way, or None. In the expert layout
                 the factors of a token's rows.
             bias: `[num_tokens, hidden]` of combined_x's type, or a pair of such arrays, added to the sums.
-            out: `[num_tokens, hidden]` of that type, contiguous, not overlapping x: gets combined_x. None: a new array.
+            out: `[num_tokens, hidden]` of that type, contiguous: gets combined_x. It may be an array of bias, and
+                overlaps no input otherwise. None: a new array.
             wire_dtype: in the expert layout, the type that rows travel in and that combined_x has: float32, float16 or
                 bfloat16. None: x's type, which for most models is bfloat16.
             num_sms: SMs for this call; None: the default.
@@ -87,12 +88,22 @@ class Combine(Group):
         if out is not None:
             out = backend.aswritable("out", out)
             checks.like("out", out, *combined)
-            if backend.overlap(out, x):
-                raise ValueError(
-                    "out: expected memory apart from x, which peers read meanwhile, got one that overlaps it"
-                )
+            given = {"x": x, "topk_weights": topk_weights, **dict(zip(names, arrays, strict=False))}
+            self._check_apart(backend, out, given)
         run = self._run(backend, num_sms, previous_event, async_finish, allocate_on_comm_stream)
         with self._watch():
             return CombineResult(
                 *backend.combine(Outputs(x, topk_weights, tuple(arrays), wire_dtype), handle, out, run)
             )
+
+    @staticmethod
+    def _check_apart(backend: Any, out: Any, given: dict[str, Any]) -> None:
+        """`out` overlaps nothing that is read meanwhile, but may be an addend: that is read where sums are written."""
+        low, high = backend.bounds(out)
+        for name, array in given.items():
+            if array is None or not array.size:
+                continue
+            first, end = backend.bounds(array)
+            is_same = first == low and array.flags.c_contiguous
+            if first < high and low < end and not (is_same and name.startswith("bias")):
+                raise ValueError(f"out: expected memory apart from {name}, which is read meanwhile, got an overlap")

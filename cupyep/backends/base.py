@@ -203,8 +203,8 @@ class Backend(ABC):
         """`value`, which the operation will write, as a contiguous array over the same memory."""
 
     @abstractmethod
-    def overlap(self, one: Any, other: Any) -> bool:
-        """Whether two arrays may share memory."""
+    def bounds(self, array: Any) -> tuple[int, int]:
+        """The addresses of an array's first byte and of the one behind its last."""
 
     def event(self, value: Any) -> Any:
         """`value` as an event that an operation can wait for."""

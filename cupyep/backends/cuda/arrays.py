@@ -36,12 +36,6 @@ def aswritable(name: str, value: Any) -> cupy.ndarray:
     return array
 
 
-def overlap(one: cupy.ndarray, other: cupy.ndarray) -> bool:
-    """Whether two arrays may share memory."""
-    (low, high), (other_low, other_high) = (cupy.byte_bounds(array) for array in (one, other))
-    return low < other_high and other_low < high
-
-
 def plain(array: Any) -> Any:
     """What kernels read: C-contiguous and 16-byte aligned, a copy if need be."""
     return array if is_plain(array) else array.copy(order="C")

@@ -14,7 +14,7 @@ from cupyep.abi import AbortKind, Operation
 from cupyep.backends.base import Capacity, Run, Shape
 from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena
-from cupyep.backends.cuda.arrays import asarray, aswritable, overlap
+from cupyep.backends.cuda.arrays import asarray, aswritable
 from cupyep.backends.cuda.blocks import Blocks
 from cupyep.backends.cuda.combine import Combine
 from cupyep.backends.cuda.dispatch import Dispatch
@@ -87,8 +87,8 @@ class CudaBackend(Dispatch, Combine):
         with cupy.cuda.Device(self._device):
             return aswritable(name, value)
 
-    def overlap(self, one: Any, other: Any) -> bool:
-        return overlap(one, other)
+    def bounds(self, array: Any) -> tuple[int, int]:
+        return cupy.byte_bounds(array)
 
     def event(self, value: Any) -> Any:
         if not isinstance(value, (CudaEvent, cupy.cuda.Event)):
