@@ -44,6 +44,24 @@ def one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
     return value
 
 
+def dtype(name: str, value: Any) -> np.dtype:
+    """The element type that `value` is or names."""
+    try:
+        found = None if value is None else np.dtype(value)  # NumPy's None is float64
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.hasobject or not found.itemsize:
+        raise TypeError(f"{name}: expected an element type, got {value!r}")
+    return found
+
+
+def addable(name: str, value: Any) -> np.dtype:
+    """The element type that `value` is or names, one that combine can add."""
+    if (found := dtype(name, value)) not in ADDABLE:
+        raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {found}")
+    return found
+
+
 def matrix(name: str, array: Any) -> None:
     """`array` has two dimensions."""
     if array.ndim != 2:

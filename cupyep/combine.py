@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cupyep import checks
 from cupyep.backends.base import Outputs
 from cupyep.group import Group
@@ -69,9 +67,7 @@ class Combine(Group):
                 raise ValueError(f"wire_dtype: expected None in the rank layout, got {wire_dtype!r}")
         else:
             checks.rows("x", x, experts.num_rows, "expert_rows.num_rows of the handle")
-            wire_dtype = x.dtype if wire_dtype is None else np.dtype(wire_dtype)
-            if wire_dtype not in checks.ADDABLE:
-                raise TypeError(f"wire_dtype: expected float32, float16 or bfloat16, got {wire_dtype}")
+            wire_dtype = x.dtype if wire_dtype is None else checks.addable("wire_dtype", wire_dtype)
         if topk_weights is not None:
             topk_weights = backend.asarray("topk_weights", topk_weights)
             checks.topk_weights(topk_weights, (handle.num_recv_tokens, handle.num_topk))

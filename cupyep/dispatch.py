@@ -62,7 +62,7 @@ class Dispatch(Group):
             layout: "rank": a row per received token. "expert": a row per listing, grouped by local expert, each group
                 in the order of received tokens, for a grouped matrix product; handle.expert_rows says where. Rows
                 still cross once per (token, rank) and are multiplied where they arrive.
-            expert_alignment: in the expert layout, rows of which each group's start is a multiple.
+            expert_alignment: in the expert layout, rows of which each group's start is a multiple; else 1.
             zero_gaps: rows between two groups are 0; else they are undefined.
             num_sms: SMs for this call; None: the default.
             previous_event: EventOverlap or cupy.cuda.Event that the operation waits for, in place of all that the
@@ -73,7 +73,7 @@ class Dispatch(Group):
             cumulative_local_expert_recv_stats: `[num_experts / num_ranks]` int32 of the backend, to which the listings
                 of each local expert are added.
             dispatch_wait_us: `[num_ranks]` int64 of the backend, to which the microseconds are added that this rank
-                waited for each rank's counts: who is slow.
+                waited for each rank's counts: who is slow. Both grow with the counting, also if no row moves after it.
             validate: check the three arrays below against our own counts; otherwise they are ignored.
             num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: as from get_dispatch_layout.
             config: ignored; DeepEP's tuning object.
@@ -95,7 +95,10 @@ class Dispatch(Group):
         x, scales = self._payload(backend, x)
         run = self._run(backend, num_sms, previous_event, async_finish, allocate_on_comm_stream)
         checks.boolean("copy", copy)
+        checks.boolean("validate", validate)
         checks.one_of("scales_order", scales_order, ("C", "F"))
+        by_expert = checks.one_of("layout", layout, ("rank", "expert")) == "expert"
+        checks.integer("expert_alignment", expert_alignment, 1, checks.MAX_ALIGNMENT)
         if handle is not None:
             given = {
                 "topk_idx": topk_idx,
@@ -108,8 +111,13 @@ class Dispatch(Group):
                 if value is not None:
                     raise ValueError(f"{name}: expected None with handle=, got one")
             self._check_handle(backend, handle)
-            if checks.one_of("layout", layout, ("rank", "expert")) == "expert" and handle.expert_rows is None:
+            if by_expert and handle.expert_rows is None:
                 raise ValueError("layout: expected 'rank', that of the handle's dispatch, got 'expert'")
+            alignment = handle.expert_rows.alignment if handle.expert_rows else 1
+            if expert_alignment not in (1, alignment):
+                raise ValueError(f"expert_alignment: expected the handle's {alignment}, got {expert_alignment}")
+            if num_experts not in (None, handle.num_experts):
+                raise ValueError(f"num_experts: expected the handle's {handle.num_experts}, got {num_experts!r}")
             form = Form(copy, scales_order, zero_gaps=checks.boolean("zero_gaps", zero_gaps))
             return self._cached_dispatch(backend, Tokens(x, scales), handle, form, run)
         if topk_idx is None:
@@ -122,15 +130,20 @@ class Dispatch(Group):
         if num_experts is None:
             if num_tokens_per_expert is None:
                 raise ValueError("num_experts: expected an int (or num_tokens_per_expert=), got None")
-            num_experts = len(num_tokens_per_expert)
+            try:
+                num_experts = len(num_tokens_per_expert)
+            except TypeError as error:
+                raise TypeError(f"num_tokens_per_expert: expected an array, got {num_tokens_per_expert!r}") from error
         num_experts = checks.num_experts(num_experts, self.size)
         self._check_num_tokens(backend, x.shape[0])
+        if expert_alignment > 1 and not by_expert:
+            raise ValueError(f"expert_alignment: expected 1 in the rank layout, got {expert_alignment}")
         form = Form(
             copy,
             scales_order,
             checks.integer("num_worst_tokens", num_worst_tokens, 0, checks.MAX_TOKENS),
-            checks.one_of("layout", layout, ("rank", "expert")) == "expert",
-            checks.integer("expert_alignment", expert_alignment, 1, checks.MAX_ALIGNMENT),
+            by_expert,
+            expert_alignment,
             checks.boolean("zero_gaps", zero_gaps),
             self._statistics("cumulative_local_expert_recv_stats", cumulative_local_expert_recv_stats,
                              num_experts // self.size, np.int32),

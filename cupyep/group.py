@@ -89,27 +89,31 @@ class Group:
         Sync: collective; blocks.
         """
         backend = self._ready("prepare")
-        x = np.empty((0, checks.integer("hidden", hidden, 1)), np.dtype(dtype))
+        x = np.empty((0, checks.integer("hidden", hidden, 1)), checks.dtype("dtype", dtype))
+        scale_dtype, idx_dtype = checks.dtype("scale_dtype", scale_dtype), checks.dtype("idx_dtype", idx_dtype)
         scales = None
         if checks.integer("num_scales", num_scales, 0):
-            scales = np.empty((0, num_scales), np.dtype(scale_dtype))
+            scales = np.empty((0, num_scales), scale_dtype)
             checks.with_scales(x, scales)
         else:
             checks.payload("dtype", x)
-        if np.dtype(idx_dtype) not in (np.int32, np.int64):
-            raise TypeError(f"idx_dtype: expected int32 or int64, got {np.dtype(idx_dtype)}")
-        if not isinstance(with_weights, bool):
-            raise TypeError(f"with_weights: expected a bool, got {with_weights!r}")
-        idx = np.empty((0, checks.integer("num_topk", num_topk, 1, abi.MAX_TOPK)), np.dtype(idx_dtype))
+        if idx_dtype not in (np.int32, np.int64):
+            raise TypeError(f"idx_dtype: expected int32 or int64, got {idx_dtype}")
+        checks.boolean("with_weights", with_weights)
+        idx = np.empty((0, checks.integer("num_topk", num_topk, 1, abi.MAX_TOPK)), idx_dtype)
         most = 0
         if max_tokens_per_rank is not None:
             most = checks.integer("max_tokens_per_rank", max_tokens_per_rank, 1, checks.MAX_TOKENS)
         self._check_num_tokens(backend, most)
         arguments = {"hidden": hidden, "dtype": x.dtype.name, "num_topk": num_topk, "idx_dtype": idx.dtype.name}
         arguments |= {"with_weights": with_weights, "max_tokens_per_rank": max_tokens_per_rank}
-        arguments |= {"num_scales": num_scales, "scale_dtype": np.dtype(scale_dtype).name, "layout": layout}
+        arguments |= {"num_scales": num_scales, "scale_dtype": scale_dtype.name, "layout": layout}
         by_expert = checks.one_of("layout", layout, ("rank", "expert")) == "expert"
-        wire = (x.dtype if wire_dtype is None else np.dtype(wire_dtype)) if by_expert else None
+        if wire_dtype is not None and not by_expert:
+            raise ValueError(f"wire_dtype: expected None in the rank layout, got {wire_dtype!r}")
+        wire = x.dtype if by_expert else None
+        if wire_dtype is not None:
+            wire = checks.addable("wire_dtype", wire_dtype)
         arguments["wire_dtype"] = None if wire is None else wire.name
         with self._watch():
             self._comm.agree("prepare", arguments, timeout_s=self._timeout_s)
@@ -134,7 +138,7 @@ class Group:
         """
         extents = shape if isinstance(shape, (tuple, list)) else (shape,)
         whole = tuple(checks.integer("shape", extent, 0) for extent in extents)
-        return self._ready("empty").empty(whole, np.dtype(dtype))
+        return self._ready("empty").empty(whole, checks.dtype("dtype", dtype))
 
     @contextmanager
     def allocator(self) -> Iterator[None]:

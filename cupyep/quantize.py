@@ -60,11 +60,10 @@ def dequantize_fp8(data: Any, scales: Any, block: int = 128, dtype: Any = ml_dty
         raise TypeError(f"data: expected uint8 or float8_e4m3fn, got {data.dtype}")
     if scales.dtype not in (np.float32, np.int32):
         raise TypeError(f"scales: expected float32 or int32, got {scales.dtype}")
-    if np.dtype(dtype) not in checks.ADDABLE:
-        raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {np.dtype(dtype)}")
+    dtype = checks.addable("dtype", dtype)
     num_scales = num_blocks = -(-data.shape[1] // block)
     if scales.dtype == np.int32:
         num_scales = -(-num_blocks // 4)
     if tuple(scales.shape) != (data.shape[0], num_scales):
         raise ValueError(f"scales: expected shape {(data.shape[0], num_scales)}, got {tuple(scales.shape)}")
-    return library.dequantize(data.view(np.uint8), scales, block, np.dtype(dtype))
+    return library.dequantize(data.view(np.uint8), scales, block, dtype)

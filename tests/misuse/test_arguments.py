@@ -101,6 +101,77 @@ def test_wrong_values(buffer, backend, argument, value, error, text):
         buffer.dispatch(**good | {argument: value})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"x": [[1.0, 2.0], [3.0]]}, TypeError, ("x", "array", "list")),
+        ({"x": [np.zeros((5, 16), F4), np.zeros((5, 3), F4)]}, TypeError, ("x", "array", "list")),
+        ({"num_experts": None, "num_tokens_per_expert": 4}, TypeError, ("num_tokens_per_expert", "array", "4")),
+        ({"validate": "no"}, TypeError, ("validate", "bool", "'no'")),
+        ({"expert_alignment": 4}, ValueError, ("expert_alignment", "1 in the rank layout", "4")),
+        ({"expert_alignment": -5}, ValueError, ("expert_alignment", "1", "-5")),
+        ({"layout": "experts"}, ValueError, ("layout", "'rank' or 'expert'", "'experts'")),
+    ],
+)
+def test_wrong_options(buffer, backend, arguments, error, text):
+    good = {name: array(backend, *spec) for name, spec in GOOD.items()} | {"num_experts": NUM_EXPERTS}
+    with pytest.raises(error, match=message(*text)):
+        buffer.dispatch(**good | arguments)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "text"),
+    [
+        ("num_experts", 999, ("num_experts", "8", "999")),
+        ("expert_alignment", -5, ("expert_alignment", "1", "-5")),
+        ("expert_alignment", 3, ("expert_alignment", "2", "3")),
+        ("layout", "experts", ("layout", "'rank' or 'expert'", "'experts'")),
+    ],
+)
+def test_what_contradicts_a_handle(buffer, backend, argument, value, text):
+    given = [array(backend, *GOOD[name]) for name in ("x", "topk_idx")]
+    first = buffer.dispatch(*given, num_experts=NUM_EXPERTS, layout="expert", expert_alignment=2)
+    for options in ({}, {"num_experts": NUM_EXPERTS, "expert_alignment": 2, "layout": "expert"}):
+        buffer.dispatch(given[0], handle=first.handle, **options)
+    with pytest.raises(ValueError, match=message(*text)):
+        buffer.dispatch(given[0], handle=first.handle, **{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"dtype": "float33"}, TypeError, ("dtype", "element type", "'float33'")),
+        ({"dtype": None}, TypeError, ("dtype", "element type", "None")),
+        ({"idx_dtype": "int33"}, TypeError, ("idx_dtype", "element type", "'int33'")),
+        ({"scale_dtype": "e8"}, TypeError, ("scale_dtype", "element type", "'e8'")),
+        ({"layout": "expert", "wire_dtype": "int64"}, TypeError, ("wire_dtype", "bfloat16", "int64")),
+        ({"layout": "expert", "wire_dtype": "bf16"}, TypeError, ("wire_dtype", "element type", "'bf16'")),
+        ({"wire_dtype": "float16"}, ValueError, ("wire_dtype", "None in the rank layout", "'float16'")),
+    ],
+)
+def test_wrong_arguments_of_prepare(buffer, arguments, error, text):
+    with pytest.raises(error, match=message(*text)):
+        buffer.prepare(**{"hidden": HIDDEN, "dtype": F4} | arguments)
+
+
+def test_wrong_wire_dtype(buffer, backend):
+    given = [array(backend, *GOOD[name]) for name in ("x", "topk_idx")]
+    came = buffer.dispatch(*given, num_experts=NUM_EXPERTS, layout="expert")
+    for wire_dtype, text in (("bf16", ("wire_dtype", "element type", "'bf16'")), ("i8", ("wire_dtype", F4, "int64"))):
+        with pytest.raises(TypeError, match=message(*text)):
+            buffer.combine(came.recv_x, came.handle, wire_dtype=wire_dtype)
+    with pytest.raises(TypeError, match=message("dtype", "element type", "'bf16'")):
+        cupyep.dequantize_fp8(*cupyep.quantize_fp8(given[0]), dtype="bf16")
+
+
+def test_wrong_arguments_of_empty(buffer):
+    for dtype in (object, "float33", "S", None):
+        with pytest.raises(TypeError, match=message("dtype", "element type", "")):
+            buffer.empty(3, dtype)
+    with pytest.raises(cupyep.ArenaExhaustedError):
+        buffer.empty((2**32, 2**32), F4)
+
+
 def test_more_tokens_than_agreed(buffer, backend):
     with pytest.raises(ValueError, match=message("num_tokens", "at most .*8", "9")):
         buffer.dispatch(array(backend, (9, HIDDEN), F4), array(backend, (9, TOPK), I8), num_experts=NUM_EXPERTS)

@@ -7,14 +7,16 @@ from typing import Any
 import cupy
 import numpy as np
 
+from cupyep.backends.numpy.arrays import asarray as host_array
+
 
 def asarray(name: str, value: Any) -> cupy.ndarray:
     """`value` on the current device, without a copy where possible. TypeError names the argument."""
     if isinstance(value, cupy.ndarray):
         return value  # cupy.asarray would copy one of another GPU
     is_exporter = not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__")
-    if not is_exporter and not hasattr(value, "__cuda_array_interface__") and np.asarray(value).dtype.kind in "OSU":
-        raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
+    if not is_exporter and not hasattr(value, "__cuda_array_interface__"):
+        value = host_array(name, value)
     try:
         return cupy.from_dlpack(value) if is_exporter else cupy.asarray(value)
     except (BufferError, TypeError, ValueError) as error:

@@ -13,7 +13,10 @@ def asarray(name: str, value: Any) -> np.ndarray:
         raise TypeError(f"{name}: expected a CPU array on the numpy backend, got {type(value).__name__} on a GPU")
     if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:  # rows of different lengths, a list of arrays on a GPU
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {error}") from error
     if array.dtype.kind in "OSU":
         raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
     return array

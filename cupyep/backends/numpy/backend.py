@@ -8,6 +8,7 @@ inputs are posted, and each token's home rank adds the rows that it finds at its
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -125,7 +126,7 @@ class NumpyBackend(Backend):
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         dtype = np.dtype(dtype)
-        return self._arena.block(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+        return self._arena.block(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def _offset_of(self, array: np.ndarray) -> int | None:
         return self._arena.offset_of(array)
