@@ -170,7 +170,8 @@ class LowLatency(ABC):
         needed = max(offsets(each.region(verb))["num_bytes"] for verb, each in shapes.items())
         if needed > self._region_bytes:
             if self._config.num_rdma_bytes:
-                raise ArenaExhaustedError(NUM_REGIONS * needed, self._config.num_rdma_bytes, self._comm.rank)
+                given = self._config.num_rdma_bytes
+                raise ArenaExhaustedError(NUM_REGIONS * needed, given, self._comm.rank, "num_rdma_bytes")
             if self._pending:
                 raise StateError(
                     f"{operation.verb}: a larger shape than ever needs all earlier hooks to have been called"

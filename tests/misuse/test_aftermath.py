@@ -106,6 +106,18 @@ def test_ranks_that_close_are_told_of_one_that_raises(backend):
         assert (name, seconds < LONG_S / 4) == ("KeyError" if rank == 1 else "PeerError", True)
 
 
+def test_too_small_num_rdma_bytes_says_what_suffices():
+    x, topk_idx = np.ones((4, 128), np.float32), np.zeros((4, 2), np.int64)
+    with (
+        cupyep.Buffer(backend="numpy", num_rdma_bytes=1 << 12, low_latency_mode=True) as buffer,
+        pytest.raises(cupyep.ArenaExhaustedError, match=r"num_rdma_bytes: expected at least .*, got 4,096") as caught,
+    ):
+        buffer.low_latency_dispatch(x, topk_idx, 4, 4, use_fp8=False)
+    enough = caught.value.needed
+    with cupyep.Buffer(backend="numpy", num_rdma_bytes=enough, low_latency_mode=True) as buffer:
+        buffer.low_latency_dispatch(x, topk_idx, 4, 4, use_fp8=False)
+
+
 def test_rows_that_no_word_can_count_are_refused():
     with (
         cupyep.Buffer(backend="numpy") as buffer,
