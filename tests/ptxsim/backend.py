@@ -38,7 +38,7 @@ class Machine:
 
     def __init__(self, num_ranks: int, mover: str, seed: int) -> None:
         self.mover, self.num_ranks = mover, num_ranks
-        self.space = Space(num_ranks, num_ranks << 18)
+        self.space = Space(num_ranks, num_ranks << 20)
         self.scheduler = Scheduler(self.space, seed, int(1e9))
         self.queues: dict[int, list[Callable[[], None]]] = {rank: [] for rank in range(num_ranks)}
         self.meeting = threading.Barrier(num_ranks, self._run)

@@ -21,6 +21,7 @@ pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="PTX needs CuPy with
 import cupy
 
 import cupyep
+from cupyep.backends import base
 from cupyep.comm import run_threads
 from ptxsim.backend import HEAP_BYTES, Machine, enter_rank, simulated
 
@@ -32,7 +33,7 @@ class Rank:
 
     def __init__(self, machine: Machine, comm: Any) -> None:
         enter_rank(machine, comm.rank)
-        self.machine, self.rank = machine, comm.rank
+        self.machine, self.comm, self.rank = machine, comm, comm.rank
         self.buffer = cupyep.Buffer(comm, HEAP_BYTES, backend="cuda", timeout_s=30)
         self.inputs = [machine.array(part) for part in CASE.inputs(comm.rank)]
         self.received, self.combined, self.sums = expect(CASE)
@@ -128,7 +129,22 @@ def too_few_rows(rank: Rank) -> None:
     result = rank.dispatch(num_worst_tokens=2)
     with pytest.raises(cupyep.ArenaExhaustedError, match="num_worst_tokens"):
         result.event.synchronize()
+    with pytest.raises(cupyep.ArenaExhaustedError, match="num_nvl_bytes") as caught:
+        rank.dispatch(num_worst_tokens=2000)
+    assert caught.value.needed > 2000 * CASE.hidden * 2 > caught.value.free
     usual(rank)
+
+
+def sized(rank: Rank) -> None:
+    """An arena that nobody has sized grows with num_worst_tokens; then no call waits for counts."""
+    with cupyep.Buffer(rank.comm, backend="cuda", timeout_s=30) as buffer:
+        given, rank.buffer = rank.buffer, buffer
+        for worst in (20, 900, 900, 20):
+            result = rank.dispatch(num_worst_tokens=worst)
+            rank.check_rows(result, len(rank.mine.x))
+            result.event.synchronize()
+            del result
+        rank.buffer = given
 
 
 def different_sizes(rank: Rank) -> None:
@@ -239,13 +255,13 @@ def captured(rank: Rank) -> None:
     assert rank.buffer._backend._arena.largest == free
 
 
-JOBS = [captured, usual, arena_input, pairs, fixed_size, too_few_rows, different_sizes, expert_layout, grown]
+JOBS = [captured, usual, arena_input, pairs, fixed_size, too_few_rows, sized, different_sizes, expert_layout, grown]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_backend(job: Any) -> None:
     mover = "vector" if job in (pairs, expert_layout) else "tma"
-    with simulated(2, mover) as machine:
+    with simulated(2, mover) as machine, mock.patch.object(base, "HEAP_STEP", 1 << 12):
 
         def program(comm: Any) -> None:
             rank = Rank(machine, comm)

@@ -235,9 +235,11 @@ class Launcher:
         if verdict == Verdict.FAILED and index == COUNT:
             rank = int(record["failed_rank"])
             post, rows = posts[rank], int(record["failed_rows"])
-            if 0 < (fixed := int(post["handle_id"])) < rows:
+            fixed = int(post["handle_id"])
+            if 0 < fixed < rows:
                 return ArenaExhaustedError(rows, fixed, rank, "num_worst_tokens")
-            return ArenaExhaustedError(_row_layout(post).offsets(rows)["num_bytes"], int(post["rows_offset"]), rank)
+            needed = _row_layout(post).offsets(max(rows, fixed))["num_bytes"]
+            return ArenaExhaustedError(needed, int(post["rows_offset"]), rank)
         if verdict == Verdict.FAILED:
             rank = int(np.flatnonzero(posts["status"] == Status.FAILED)[0])
             return ArenaExhaustedError(int(posts[rank]["rows_offset"]), int(posts[rank]["idx_offset"]), rank)
