@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from multirank import launch, low_latency
-from multirank.checks import asnumpy, assert_bits, namespace
+from multirank.checks import assert_bits, namespace
 from multirank.low_latency import Job, open_buffer
 from multirank.low_latency import small_case as case
 
@@ -165,73 +164,3 @@ def both_open(comm, backend):
 
 def test_two_open_dispatches_and_old_handles(backend):
     launch.threads(2, both_open, backend)
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-MASKED = Job(case(num_ranks=3, tokens=12), fp8="plain", travel=False, masked=((0, 2), (1, 2)))
-
-
-def test_masked_ranks_give_nothing(run_ranks, backend):
-    """All mask rank 2, or each other crosswise; who is masked takes part and gets nothing, then is taken in again."""
-    crosswise = replace(MASKED, travel=True, split=True, masked=((0, 1), (2, 0)))
-    everyone = replace(MASKED, masked=())
-    run_ranks(3, low_latency.run_jobs, (everyone, MASKED, everyone, crosswise, everyone), backend)
-
-
-def without_the_last(comm, backend):
-    job = replace(MASKED, masked=((0, 2), (1, 2)))
-    with open_buffer(comm, backend) as buffer:
-        low_latency.run_job(buffer, replace(MASKED, masked=()), backend)
-        assert asnumpy(buffer.query_masks()).tolist() == [0, 0, 0]  # the first call loads a kernel, which takes long
-        comm.allgather(None)
-        if comm.rank != 2:
-            buffer.set_mask_on_timeout(True, 0.5)
-            start = time.monotonic()
-            low_latency.run_job(buffer, job, backend)
-            assert 0.4 < time.monotonic() - start < 20
-            assert asnumpy(buffer.query_masks()).tolist() == [0, 0, 1]
-            low_latency.run_job(buffer, job, backend)
-
-
-def test_a_late_rank_is_masked(run_ranks, backend):
-    run_ranks(3, without_the_last, backend)
-
-
-def one_does_not_come(comm, backend, verb):
-    with open_buffer(comm, backend, timeout_s=1) as buffer:
-        job = replace(MASKED, masked=())
-        low_latency.run_job(buffer, job, backend)
-        if comm.rank == 1 and verb == "dispatch":
-            time.sleep(3)
-            return None
-        try:
-            result = low_latency.dispatch(buffer, job, backend)
-            low_latency.finish(result)
-            if comm.rank == 1:
-                time.sleep(3)
-                return None
-            low_latency.finish(low_latency.combine(buffer, job, backend, result.handle))
-        except cupyep.PeerTimeoutError as error:
-            return error.operation, error.peer
-    return "nothing was raised"
-
-
-@pytest.mark.parametrize("verb", ["dispatch", "combine"])
-def test_a_rank_that_does_not_come(verb, run_ranks, backend):
-    def quiet(results):
-        return [result for rank, result in enumerate(results) if rank != 1]
-
-    try:
-        results = quiet(run_ranks(3, leave_quietly, one_does_not_come, backend, verb))
-    except AssertionError as error:
-        pytest.fail(str(error))
-    assert results == [(f"low_latency_{verb}", 1)] * 2
-
-
-def leave_quietly(comm, function, *args):
-    """A rank that was late meets the others' record when it closes."""
-    try:
-        return function(comm, *args)
-    except cupyep.PeerError:
-        return None

@@ -8,11 +8,14 @@
     (rows)           out of our own region
     leave            done = e at every peer
 
+A word or done word ahead of these is of a peer that has masked us and gone on: we give it no rows and take none of it.
 The kernels do the same word for word: cuda_src/cupyep/low_latency.cuh. docs/low-latency.md tells why it holds.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,13 +49,12 @@ class LowLatencyChannel(Channel):
             self.begin(operation)
 
     def await_consumed(self) -> list[int]:
-        """The peers that rows may be sent to: not masked, and through with what we sent last (H7)."""
+        """The peers that rows may be sent to: not masked, and through with what we sent last (H7), but no further."""
         before = (self.epoch - 1) & 0xFFFFFFFF
         done = self._done[self._comm.rank]
-        reached = lambda seen: (seen - before) & 0xFFFFFFFF < 0x80000000  # noqa: E731
-        open_to = [p for p in self._unmasked() if self._wait(done, p, p, reached)]
+        came = self._in_time(done, lambda seen: (seen - before) & 0xFFFFFFFF < 0x80000000)
         fence()
-        return open_to
+        return [peer for peer in came if done[peer] == before]
 
     def publish(self, kind: int, signature: int, counts: Any) -> None:
         """Tells each peer how many rows, or weights, of ours it has now; 0 if it is masked."""
@@ -62,18 +64,26 @@ class LowLatencyChannel(Channel):
             self._arrivals[peer][kind, self._comm.rank] = self.epoch << 32 | signature << 16 | count
 
     def await_arrivals(self, kind: int, signature: int) -> np.ndarray:
-        """Every rank's count, 0 of masked ones."""
+        """Every rank's count, 0 of those that are masked or have gone on without us."""
         counts = np.zeros(self._comm.size, np.int64)
         words = self._arrivals[self._comm.rank][kind]
-        for peer in self._unmasked():
-            if self._wait(words, peer, peer, lambda seen: ((seen >> 32) - self.epoch) & 0xFFFFFFFF < 0x80000000):
-                word = int(words[peer])
-                if word >> 16 & 0xFFFF != signature:
-                    self.abort(AbortKind.MISMATCH, peer)
-                    self.check_abort()
-                counts[peer] = word & 0xFFFF
+        for peer in self._in_time(words, lambda seen: self._reached(seen >> 32)):
+            word = int(words[peer])
+            if word >> 32 != self.epoch:
+                continue
+            if word >> 16 & 0xFFFF != signature:
+                self.abort(AbortKind.MISMATCH, peer)
+                self.check_abort()
+            counts[peer] = word & 0xFFFF
         fence()  # H5
         return counts
+
+    def _in_time(self, words: np.ndarray, reached: Callable[[int], bool]) -> list[int]:
+        """The unmasked peers, once `reached` holds for all their words; late ones get masked, if they may be."""
+        start = time.monotonic()  # one deadline for all of them
+        for peer in self._unmasked():
+            self._wait(words, peer, peer, reached, start)
+        return self._unmasked()
 
     def leave(self) -> None:
         """Tells every rank that we have read its rows, and ends the operation."""
