@@ -176,19 +176,21 @@ class Group:
         """Ends the Buffer: no more operations. Received arrays stay valid. Idempotent.
 
         Raises: PeerTimeoutError if a peer does not close too; MismatchError if it makes another call that meets on the
-            host, which ends the Buffer on all ranks. After an error nothing more is raised for it.
+            host, which ends the Buffer on all ranks; ValueError for an id out of range in a low-latency dispatch that
+            nothing else has told of. After an error nothing more is raised for it.
         Sync: collective, unless an error has broken the group.
         """
         backend, self._backend = self._backend, None
         if backend is None:
             return
-        pending: CupyepError | None = None
+        pending: CupyepError | ValueError | None = None
         if backend.broken is None:
             try:
                 backend.check()
+                backend.check_ids()
             except PeerError as error:
                 pending = backend.broken = error
-            except CupyepError as error:  # of an operation that all ranks left alike
+            except (CupyepError, ValueError) as error:  # of an operation that all ranks left alike, or a bad id
                 pending = error
         if backend.broken is None:
             try:
@@ -240,14 +242,16 @@ class Group:
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        """What a collective call raises: all ranks alike, which leaves the Buffer usable, or the end of the Buffer."""
+        """What a collective call raises: before anything was sent, which leaves the Buffer usable, or its end."""
         backend = self._backend
         try:
             yield
-        except (MismatchError, ArenaExhaustedError, StateError) as error:
+        except (MismatchError, ArenaExhaustedError) as error:
             self._left = weakref.ref(error)
             if isinstance(error, MismatchError) and "close" in (error.expected, error.got):
                 backend.broken = error  # whoever was in close() does not come back
+            raise
+        except StateError:  # maybe of this rank alone: where it ends a `with`, the peers are told
             raise
         except BaseException as error:  # also out of memory, Ctrl-C: the operation is half done
             self._abandon(backend, error, tell=not isinstance(error, PeerError))  # a peer's failure has been told

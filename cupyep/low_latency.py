@@ -9,13 +9,10 @@ import ml_dtypes
 import numpy as np
 
 from cupyep import abi, checks
+from cupyep.backends import low_latency_checks
 from cupyep.backends.low_latency_shape import LowLatencyShape, size_hint
-from cupyep.config import MAX_TIMEOUT_S
 from cupyep.group import Group
 from cupyep.handle import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
-
-MAX_TOKENS = 4096  # of a rank in one call
-MAX_IDS = 32768  # num_tokens * num_topk: every CTA keeps all ids in shared memory
 
 
 class LowLatencyVerbs(Group):
@@ -33,7 +30,7 @@ class LowLatencyVerbs(Group):
     ) -> int:
         """Bytes of num_rdma_bytes that hold the receive regions of this shape: 16-bit tokens, any num_topk. Local."""
         num_experts = checks.num_experts(num_experts, checks.integer("num_ranks", num_ranks, 1, abi.MAX_RANKS))
-        tokens = checks.integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1, MAX_TOKENS)
+        tokens = low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, 0, 1)
         hidden = checks.integer("hidden", hidden, 1)
         return size_hint(LowLatencyShape(num_ranks, tokens, hidden, np.dtype(np.float16), abi.MAX_TOPK, num_experts))
 
@@ -59,12 +56,13 @@ class LowLatencyVerbs(Group):
             x: `[num_tokens, hidden]` bfloat16, float16 or float32; 0..num_max_dispatch_tokens_per_rank tokens.
             topk_idx: `[num_tokens, num_topk]` int32 or int64 global expert ids, -1 for none; num_topk 1..32. An expert
                 that a token lists twice gets it once.
-            num_max_dispatch_tokens_per_rank: the most tokens of any rank, equal on all, 1..4096.
+            num_max_dispatch_tokens_per_rank: the most tokens of any rank, equal on all, 1..4096;
+                times num_topk at most 32768.
             num_experts: of all ranks together.
-            cumulative_local_expert_recv_stats: `[num_local_experts]` int32 of this backend, to which recv_count is
-                added, or None.
+            cumulative_local_expert_recv_stats: contiguous `[num_local_experts]` int32 of this backend, to which
+                recv_count is added, or None.
             use_fp8: rows travel and arrive as e4m3, with a scale per 128 values (see quantize_fp8).
-            round_scale: scales are powers of two. use_ue8m0: and arrive as exponent bytes, four to an int32.
+            round_scale: with it, scales are powers of two. use_ue8m0: and arrive as exponent bytes, four to an int32.
             async_finish: on the Buffer's own stream; the event orders others behind it.
             return_recv_hook: only the send half; call the hook before the results are used. Not with async_finish.
             topk_weights: `[num_tokens, num_topk]` float32 to travel along; then the combine's send half waits for
@@ -76,9 +74,11 @@ class LowLatencyVerbs(Group):
             rank, source token), undefined behind them; with use_fp8 a pair (uint8 codes, scales `[num_local_experts,
             num_ranks * max, hidden / 128]` float32, or int32 `[.., hidden / 512]`; rows are their fastest axis);
             recv_count `[num_local_experts]` int32; handle; event; hook or None.
-        Raises: ValueError, TypeError, StateError before anything is sent; ids out of range count as -1 and raise at
-            event.synchronize() or at the next call; PeerError.
-        Sync: collective; the host does not wait. A shape's first call is a step of the host as well (not in a graph).
+        Raises: ValueError, TypeError, StateError before anything is sent, at this rank alone; MismatchError,
+            ArenaExhaustedError at a shape's first call, on all ranks; PeerError. Ids out of range count as -1 and
+            raise ValueError at event.synchronize(), at the next low-latency call or at close().
+        Sync: collective; the host does not wait. A shape's first call is a step of all hosts as well: not in a graph,
+            and not where a rank is masked.
         """
         backend = self._ready("low_latency_dispatch")
         engine = backend.low_latency
@@ -89,31 +89,25 @@ class LowLatencyVerbs(Group):
         if topk_weights is not None:
             topk_weights = backend.asarray("topk_weights", topk_weights)
             checks.topk_weights(topk_weights, tuple(topk_idx.shape))
-        for name, flag in {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}.items():
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: expected a bool, got {flag!r}")
-        hidden, multiple = x.shape[1], 512 if use_ue8m0 else 128
-        if use_ue8m0 and not (use_fp8 and round_scale):
-            raise ValueError("use_ue8m0: expected use_fp8=True and round_scale=True beside it, got one of them False")
-        if use_fp8 and hidden % multiple:
-            raise ValueError(f"hidden: expected a multiple of {multiple} for these scales, got {hidden}")
+        low_latency_checks.casts(x.shape[1], use_fp8, round_scale, use_ue8m0)
         shape = LowLatencyShape(
             self.size,
-            self._check_max_tokens(num_max_dispatch_tokens_per_rank, x.shape[0], topk_idx.shape[1]),
-            hidden,
+            low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, x.shape[0], topk_idx.shape[1]),
+            x.shape[1],
             x.dtype,
             topk_idx.shape[1],
             checks.num_experts(num_experts, self.size),
             use_fp8,
-            use_fp8 and round_scale,
+            round_scale,
             use_ue8m0,
         )
         stats = cumulative_local_expert_recv_stats
         if stats is not None:
-            self._check_own("cumulative_local_expert_recv_stats", backend, stats, (shape.num_local_experts,), np.int32)
+            name, extents = "cumulative_local_expert_recv_stats", (shape.num_local_experts,)
+            low_latency_checks.own(name, backend, stats, extents, np.int32, alignment=4)
         inputs = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "stats": stats}
         num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1, engine.max_num_sms)
-        self._check_finish(async_finish, return_recv_hook)
+        low_latency_checks.finish(async_finish, return_recv_hook)
         engine.check_ids()
         with self._watch():
             results, handle, event, hook = engine.dispatch(
@@ -144,21 +138,22 @@ class LowLatencyVerbs(Group):
         Args:
             x: `[num_local_experts, num_ranks * max, hidden]` float32, float16 or bfloat16, read in place; rows behind
                 recv_count are not read.
-            topk_idx: as given to the dispatch. Only its shape is looked at: the handle knows the routing.
+            topk_idx: as given to the dispatch, or None. Only its shape is looked at: the handle knows the routing.
             topk_weights: `[num_tokens, num_topk]` float32. None if they went with the dispatch. Otherwise they travel
                 now, and the send half waits for those of all ranks.
-            handle: of one of the last two dispatches.
+            handle: of one of the last two dispatches, the same one on all ranks.
             use_logfmt: not supported; see docs/low-latency.md.
             zero_copy: x is get_next_low_latency_combine_buffer(handle). There is no copy to save, x is only checked.
             async_finish, return_recv_hook, num_sms: as for the dispatch.
-            out: `[num_tokens, hidden]` of x's type and of this backend, or None: memory of the Buffer's own.
+            out: contiguous `[num_tokens, hidden]` of x's type and of this backend, at a multiple of 16 bytes, or None:
+                memory of the Buffer's own.
 
         Returns: LowLatencyCombineResult of combined_x `[num_tokens, hidden]`, event, hook or None.
         Raises, Sync: as the dispatch.
         """
         backend = self._ready("low_latency_combine")
         engine = backend.low_latency
-        if use_logfmt:
+        if checks.boolean("use_logfmt", use_logfmt):
             raise ValueError("use_logfmt: expected False, got True: rows travel in x's type; see docs/low-latency.md")
         if not isinstance(handle, LowLatencyHandle):
             raise TypeError(f"handle: expected one from low_latency_dispatch, got {type(handle).__name__}")
@@ -169,11 +164,14 @@ class LowLatencyVerbs(Group):
         if tuple(x.shape) != expected:
             raise ValueError(f"x: expected shape {expected}, got {tuple(x.shape)}")
         checks.payload("x", x[0])
+        checks.boolean("zero_copy", zero_copy)
         if zero_copy and engine.address(x) != engine.address(engine.next_combine_buffer(shape)):
             raise ValueError("x: expected the array of get_next_low_latency_combine_buffer with zero_copy, got another")
         ids = (handle.num_tokens, handle.num_topk)
-        if topk_idx is not None and tuple(topk_idx.shape) != ids:
-            raise ValueError(f"topk_idx: expected shape {ids}, got {tuple(topk_idx.shape)}")
+        if topk_idx is not None:
+            given = tuple(topk_idx.shape) if hasattr(topk_idx, "shape") else np.shape(topk_idx)
+            if given != ids:
+                raise ValueError(f"topk_idx: expected shape {ids}, got {given}")
         if (topk_weights is None) != handle.with_weights:
             wanted = (
                 "None, as they went with the dispatch"
@@ -185,10 +183,10 @@ class LowLatencyVerbs(Group):
             topk_weights = backend.asarray("topk_weights", topk_weights)
             checks.topk_weights(topk_weights, ids)
         if out is not None:
-            self._check_own("out", backend, out, (handle.num_tokens, shape.hidden), x.dtype)
+            low_latency_checks.own("out", backend, out, (handle.num_tokens, shape.hidden), x.dtype, alignment=16)
         num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1, engine.max_num_sms)
         inputs = {"x": x, "topk_weights": topk_weights, "out": out}
-        self._check_finish(async_finish, return_recv_hook)
+        low_latency_checks.finish(async_finish, return_recv_hook)
         engine.check_ids()
         with self._watch():
             combined_x, event, hook = engine.combine(
@@ -204,8 +202,7 @@ class LowLatencyVerbs(Group):
         engine = self._ready("get_next_low_latency_combine_buffer").low_latency
         if not isinstance(handle, LowLatencyHandle):
             raise TypeError(f"handle: expected one from low_latency_dispatch, got {type(handle).__name__}")
-        checks.payload("dtype", np.empty((0, 1), np.dtype(dtype)))
-        return engine.next_combine_buffer(self._combine_shape(handle, np.dtype(dtype)))
+        return engine.next_combine_buffer(self._combine_shape(handle, checks.addable("dtype", dtype)))
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: a word that carries its epoch is never taken for another call's, so nothing needs cleaning."""
@@ -231,12 +228,9 @@ class LowLatencyVerbs(Group):
         Args: timeout_s: deadline of their waits in seconds; None: the Buffer's.
         """
         engine = self._ready("set_mask_on_timeout").low_latency
-        if not isinstance(enabled, bool):
-            raise TypeError(f"enabled: expected a bool, got {enabled!r}")
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(f"timeout_s: expected a positive number of seconds or None, got {timeout_s!r}")
-        engine.masks_on_timeout, engine.timeout_s = enabled, timeout_s
+        checks.boolean("enabled", enabled)
+        low_latency_checks.timeout(timeout_s)
+        engine.masks_on_timeout, engine.timeout_s = enabled, self._timeout_s if timeout_s is None else timeout_s
 
     # helpers
 
@@ -249,31 +243,6 @@ class LowLatencyVerbs(Group):
     def _combine_shape(self, handle: LowLatencyHandle, dtype: Any) -> LowLatencyShape:
         most = handle.num_max_dispatch_tokens_per_rank
         return LowLatencyShape(self.size, most, handle.hidden, dtype, handle.num_topk, handle.num_experts)
-
-    @staticmethod
-    def _check_finish(async_finish: bool, return_recv_hook: bool) -> None:
-        if async_finish and return_recv_hook:
-            raise ValueError("async_finish: expected False with return_recv_hook=True, got True")
-
-    @staticmethod
-    def _check_max_tokens(value: Any, num_tokens: int, num_topk: int) -> int:
-        name = "num_max_dispatch_tokens_per_rank"
-        most = checks.integer(name, value, 1, MAX_TOKENS)
-        if most * num_topk > MAX_IDS:
-            raise ValueError(f"{name} * num_topk: expected at most {MAX_IDS}, got {most} * {num_topk}")
-        if num_tokens > most:
-            raise ValueError(f"num_tokens: expected at most {name} = {most}, got {num_tokens}")
-        return most
-
-    @staticmethod
-    def _check_own(name: str, backend: Any, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
-        """An array that is written to: of this backend, as it is."""
-        if backend.asarray(name, array) is not array:
-            raise TypeError(f"{name}: expected an array of the {backend.name} backend, got {type(array).__name__}")
-        if array.dtype != dtype or tuple(array.shape) != shape:
-            raise ValueError(f"{name}: expected {np.dtype(dtype)} {shape}, got {array.dtype} {tuple(array.shape)}")
-        if not array.flags.c_contiguous or backend.low_latency.address(array) % 16:
-            raise ValueError(f"{name}: expected contiguous memory that starts at a multiple of 16 bytes")
 
     def _watched(self, hook: Callable[[], None] | None) -> Callable[[], None] | None:
         """`hook`, whose errors are a collective call's."""

@@ -286,6 +286,11 @@ class Backend(ABC):
     def check(self) -> None:
         """Raises what a peer or an operation behind us has met, once all our operations are complete. Local."""
 
+    def check_ids(self) -> None:
+        """Raises ValueError for an id out of range in a complete call that nobody has been told of. Local."""
+        if self._low_latency:
+            self._low_latency.check_ids()
+
     @abstractmethod
     def abort(self) -> None:
         """Tells the peers that this rank leaves for good because its program raised. Local."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ class LowLatencyCall:
     inputs: dict[str, Any]
     results: dict[str, Any]
     tables: dict[str, Any]
+    tables_slot: int  # of the dispatch that left them, or leaves them
     num_sms: int | None
     stream: Any = None
 
@@ -55,7 +56,7 @@ class LowLatencyCall:
 
     @property
     def signature(self) -> int:
-        return signature(self.shape, self.with_weights)
+        return signature(self.shape, self.with_weights, self.tables_slot)
 
 
 class LowLatency(ABC):
@@ -89,7 +90,7 @@ class LowLatency(ABC):
         results = self._results(DISPATCH, slot, shape)
         tables = {name: results[name] for name in low_latency_abi.TABLES.fields}
         num_tokens = len(inputs["x"])
-        call = LowLatencyCall(DISPATCH, slot, shape, num_tokens, with_weights, inputs, results, tables, num_sms)
+        call = LowLatencyCall(DISPATCH, slot, shape, num_tokens, with_weights, inputs, results, tables, slot, num_sms)
         event, hook = self._start(call, async_finish, split)
         handle = LowLatencyHandle(
             src_info=results["src_info"],
@@ -124,7 +125,16 @@ class LowLatency(ABC):
             out = results["out"][: handle.num_tokens]
         with_weights = inputs["topk_weights"] is not None
         call = LowLatencyCall(
-            COMBINE, slot, shape, handle.num_tokens, with_weights, inputs, {"out": out}, handle.tables, num_sms
+            COMBINE,
+            slot,
+            shape,
+            handle.num_tokens,
+            with_weights,
+            inputs,
+            {"out": out},
+            handle.tables,
+            (handle.number - 1) % NUM_SLOTS,
+            num_sms,
         )
         return out, *self._start(call, async_finish, split)
 
@@ -143,39 +153,50 @@ class LowLatency(ABC):
                 f"handle: expected one of the last {NUM_SLOTS} low-latency dispatches, "
                 f"got number {handle.number} of {latest}"
             )
-        if any(call.tables is handle.tables for call in self._pending.values()):
+        if any(call.tables is handle.tables for call in self._waiting(DISPATCH)):
             raise StateError("handle: its dispatch is not complete; call the hook first")
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def _claim(self, operation: Operation, shape: LowLatencyShape) -> int:
-        """The slot of the next call; its last one must be complete. Collective where the shape is new."""
+        """The slot of the next call; nobody may still need what lies there. Collective where the shape is new."""
         slot = self._numbers[operation] % NUM_SLOTS
-        if Channel(CHANNELS[operation] + slot) in self._pending:
+        if any(call.slot == slot for call in self._waiting(operation)):
             raise StateError(f"{operation.verb}: {NUM_SLOTS} earlier calls still wait for their hooks")
+        if operation == DISPATCH and any(call.tables_slot == slot for call in self._waiting(COMBINE)):
+            raise StateError(
+                f"{operation.verb}: would write over the tables of the dispatch before the last one, "
+                "which a combine that waits for its hook still needs; call that hook first"
+            )
         if (operation, shape) not in self._prepared:
             self._prepare(operation, shape)
-        self._numbers[operation] += 1
         return slot
+
+    def _waiting(self, operation: Operation) -> list[LowLatencyCall]:
+        """Calls of `operation` whose hooks have not been called."""
+        return [call for call in self._pending.values() if call.operation == operation]
 
     def _prepare(self, operation: Operation, shape: LowLatencyShape) -> None:
         if self._capturing():
             raise StateError(
                 f"{operation.verb}: a shape's first call is collective and cannot be captured; make it before"
             )
-        arguments = {**asdict(shape), "dtype": shape.dtype.name}
-        self._comm.agree(operation.verb, arguments, timeout_s=self._config.timeout_s)
+        if masked := [rank for rank, flag in enumerate(self.masks().tolist()) if flag]:
+            raise StateError(
+                f"{operation.verb}: a shape's first call is a step of all ranks, and rank {masked[0]} is masked here; "
+                "make first calls before ranks are masked, or unmask it if it takes part"
+            )
         # A dispatch also prepares the combine of its own type, which may come while the next dispatch is open.
         shapes = {operation: shape, COMBINE: replace(shape, fp8=False, round_scale=False, ue8m0=False)}
         needed = max(offsets(each.region(verb))["num_bytes"] for verb, each in shapes.items())
-        if needed > self._region_bytes:
+        grows = needed > self._region_bytes
+        if grows and self._pending and not self._config.num_rdma_bytes:  # before peers without open hooks are met
+            raise StateError(f"{operation.verb}: a larger shape than ever needs all earlier hooks to have been called")
+        self._comm.agree(operation.verb, shape.arguments, timeout_s=self._config.timeout_s)
+        if grows:
             if self._config.num_rdma_bytes:
                 given = self._config.num_rdma_bytes
                 raise ArenaExhaustedError(NUM_REGIONS * needed, given, self._comm.rank, "num_rdma_bytes")
-            if self._pending:
-                raise StateError(
-                    f"{operation.verb}: a larger shape than ever needs all earlier hooks to have been called"
-                )
             self._resize(needed)
             self._region_bytes = needed
         for verb, each in shapes.items():
@@ -204,9 +225,10 @@ class LowLatency(ABC):
         return self._views.setdefault((key, shape), views)
 
     def _start(self, call: LowLatencyCall, async_finish: bool, split: bool) -> tuple[Any, Callable[[], None] | None]:
+        event = self._run(call, Phase.SEND if split else Phase.SEND | Phase.RECEIVE, async_finish)
+        self._numbers[call.operation] += 1  # not if it was refused: our calls must stay in step with the peers'
         if not split:
-            return self._run(call, Phase.SEND | Phase.RECEIVE, async_finish), None
-        event = self._run(call, Phase.SEND, async_finish)
+            return event, None
         self._pending[call.channel] = call
 
         def hook() -> None:

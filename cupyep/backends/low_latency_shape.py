@@ -37,6 +37,20 @@ class LowLatencyShape:
     ue8m0: bool = False
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """By the names that callers know."""
+        return {
+            "num_max_dispatch_tokens_per_rank": self.max_tokens,
+            "hidden": self.hidden,
+            "dtype": self.dtype.name,
+            "num_topk": self.num_topk,
+            "num_experts": self.num_experts,
+            "use_fp8": self.fp8,
+            "round_scale": self.round_scale,
+            "use_ue8m0": self.ue8m0,
+        }
+
+    @property
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
@@ -83,9 +97,9 @@ class LowLatencyShape:
 
 
 @functools.cache
-def signature(shape: LowLatencyShape, with_weights: bool) -> int:
+def signature(shape: LowLatencyShape, with_weights: bool, tables_slot: int) -> int:
     """16 bits that peers compare: what all ranks must have alike."""
-    return zlib.crc32(repr((shape, with_weights)).encode()) & 0xFFFF
+    return zlib.crc32(repr((shape, with_weights, tables_slot)).encode()) & 0xFFFF
 
 
 def offsets(parts: Parts) -> dict[str, int]:

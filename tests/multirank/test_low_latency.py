@@ -71,7 +71,7 @@ def test_eight_ranks(backend):
 def test_an_arena_of_the_hinted_size(backend):
     hint = cupyep.Buffer.get_low_latency_rdma_size_hint(9, 128, 2, 6)
     launch.threads(2, low_latency.run_jobs, (JOBS["fp8"], JOBS["bf16"]), backend, hint)
-    with pytest.raises(Exception, match="an arena block of"):
+    with pytest.raises(Exception, match="num_rdma_bytes: expected at least"):
         launch.threads(2, low_latency.run_jobs, (JOBS["long"],), backend, hint)
 
 
@@ -164,3 +164,22 @@ def both_open(comm, backend):
 
 def test_two_open_dispatches_and_old_handles(backend):
     launch.threads(2, both_open, backend)
+
+
+def open_combines(comm, backend):
+    """A combine whose hook has not been called needs its dispatch's tables, whatever comes meanwhile."""
+    jobs = [replace(JOBS["bf16"], case=replace(JOBS["bf16"].case, seed=seed)) for seed in range(3)]
+    with open_buffer(comm, backend) as buffer:
+        sent = low_latency.dispatch(buffer, jobs[0], backend)
+        answers = [low_latency.combine(buffer, replace(jobs[0], split=True), backend, sent.handle) for _ in range(2)]
+        low_latency.check_dispatch(low_latency.dispatch(buffer, jobs[1], backend), jobs[1], buffer.rank)
+        for answer in answers:
+            with pytest.raises(cupyep.StateError, match="would write over the tables of the dispatch before the last"):
+                low_latency.dispatch(buffer, jobs[2], backend)
+            low_latency.finish(answer)
+            low_latency.check_combine(answer, jobs[0], buffer.rank)
+        low_latency.run_job(buffer, jobs[2], backend)
+
+
+def test_tables_stay_while_a_combine_needs_them(run_ranks, backend):
+    run_ranks(2, open_combines, backend)

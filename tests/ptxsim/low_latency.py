@@ -215,6 +215,7 @@ class Rank:
             inputs,
             self.results[operation, slot],
             tables,
+            turn,  # in place of a slot, so that each turn has another signature
             None,
         )
         self.launcher.launch(call, int(phases), self.group.run.masks_on_timeout, self.group.run.num_ctas, None)

@@ -1,0 +1,68 @@
+"""Argument checks of the low-latency verbs. Each error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyep import checks
+from cupyep.config import MAX_TIMEOUT_S
+
+MAX_TOKENS = 4096  # of a rank in one call
+MAX_IDS = 32768  # num_tokens * num_topk: every CTA keeps all ids in shared memory
+
+
+def max_tokens(value: Any, num_tokens: int, num_topk: int) -> int:
+    """`value`, the most tokens of any rank, which are not too many and no fewer than ours."""
+    name = "num_max_dispatch_tokens_per_rank"
+    most = checks.integer(name, value, 1, MAX_TOKENS)
+    if most * num_topk > MAX_IDS:
+        raise ValueError(f"{name} * num_topk: expected at most {MAX_IDS}, got {most} * {num_topk}")
+    if num_tokens > most:
+        raise ValueError(f"num_tokens: expected at most {name} = {most}, got {num_tokens}")
+    return most
+
+
+def casts(hidden: int, use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> None:
+    """The options of the cast go together, and `hidden` can be divided into their groups."""
+    for name, flag in {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}.items():
+        checks.boolean(name, flag)
+    if round_scale and not use_fp8:
+        raise ValueError("round_scale: expected use_fp8=True beside it, got False")
+    if use_ue8m0 and not round_scale:
+        raise ValueError("use_ue8m0: expected use_fp8=True and round_scale=True beside it, got one of them False")
+    multiple = 512 if use_ue8m0 else 128
+    if use_fp8 and hidden % multiple:
+        raise ValueError(f"hidden: expected a multiple of {multiple} for these scales, got {hidden}")
+
+
+def finish(async_finish: bool, return_recv_hook: bool) -> None:
+    """Whether the call runs on another stream, or in halves; not both."""
+    checks.boolean("async_finish", async_finish)
+    if checks.boolean("return_recv_hook", return_recv_hook) and async_finish:
+        raise ValueError("async_finish: expected False with return_recv_hook=True, got True")
+
+
+def own(name: str, backend: Any, array: Any, shape: tuple[int, ...], dtype: Any, alignment: int) -> None:
+    """An array that is written to: of this backend, as it is, at a multiple of `alignment` bytes."""
+    if backend.asarray(name, array) is not array:
+        raise TypeError(f"{name}: expected an array of the {backend.name} backend, got {type(array).__name__}")
+    if array.dtype != dtype or tuple(array.shape) != shape:
+        raise ValueError(f"{name}: expected {np.dtype(dtype)} {shape}, got {array.dtype} {tuple(array.shape)}")
+    if not array.flags.c_contiguous:
+        raise ValueError(f"{name}: expected contiguous memory, got strides {array.strides} of {array.dtype} {shape}")
+    if not getattr(array.flags, "writeable", True):  # CuPy's can all be written to
+        raise ValueError(f"{name}: expected an array that can be written to, got a read-only one")
+    if rest := backend.low_latency.address(array) % alignment:
+        raise ValueError(f"{name}: expected memory at a multiple of {alignment} bytes, got one that is {rest} behind")
+
+
+def timeout(value: Any) -> None:
+    """Seconds, or None."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"timeout_s: expected a number of seconds or None, got {value!r}")
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s: expected a positive number of seconds or None, got {value!r}")
