@@ -10,7 +10,8 @@
 //   ...             rows out of our own region
 //   leave           the last CTA: done word e to each peer; the channel's epoch becomes e
 //
-// A masked rank is not waited for; it is sent no rows, but words, so that it does not hang either.
+// A masked rank is not waited for; it is sent no rows, but words, so that it does not hang either. Whoever meets a word
+// that is ahead of these is the masked one: the peer has gone on, takes no rows of ours and has none for us.
 #include <cupyep/sync.cuh>
 #include <cupyep/vec.cuh>
 
@@ -79,7 +80,8 @@ __device__ inline Outcome settle(const LowLatency& ll, u32 peer, u32 epoch, Outc
 
 // --- the steps -------------------------------------------------------------------------------------------------------
 
-// Every CTA, all threads, before it writes to peers: goes[peer] says whether rows may go there. False: leave.
+// Every CTA, all threads, before it writes to peers: goes[peer] says whether rows may go there. False: leave. CTAs agree
+// on it unless one of the two is masked just now; then the peer does not read what we send.
 __device__ inline bool await_consumed(const Sync& sync, const LowLatency& ll, u32 operation, u32 epoch, bool* goes) {
   bool well = true;
   for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
@@ -87,7 +89,7 @@ __device__ inline bool await_consumed(const Sync& sync, const LowLatency& ll, u3
     // sync(done) ACQUIRE.sys: pairs with RELEASE in tell_done, at the peer: it has read our last rows (H7).
     const Outcome outcome = await_word(sync, ll, done_word(sync, sync.rank, peer), operation, peer, epoch - 1, seen);
     if (outcome == kMissing) mask(ll, peer);
-    goes[peer] = outcome == kCame;
+    goes[peer] = outcome == kCame && seen == epoch - 1;
     well &= outcome != kLeft;
   }
   return __syncthreads_and(well);
@@ -107,7 +109,8 @@ __device__ inline void publish(const Sync& sync, const LowLatency& ll, u32 kind,
   }
 }
 
-// Every CTA, all threads: counts[peer] of every rank's word, 0 where the rank is masked. False: leave.
+// Every CTA, all threads: counts[peer] of every rank's word, 0 where the rank is masked or has gone on without us.
+// False: leave. CTAs may disagree on a peer that has masked us meanwhile; what they then make of its rows is undefined.
 __device__ inline bool await_arrivals(const Sync& sync, const LowLatency& ll, u32 kind, u32 operation, u32 epoch, u32* counts) {
   bool well = true;
   for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
@@ -120,7 +123,9 @@ __device__ inline bool await_arrivals(const Sync& sync, const LowLatency& ll, u3
       if (decided == kCame && outcome == kMissing) seen = ptx::ld_acquire_sys(word);
       outcome = decided;
     }
-    if (outcome == kCame && (static_cast<u32>(seen) >> 16) != ll.signature) {
+    if (outcome == kCame && epoch_of(seen) != epoch) {
+      seen = 0;  // another call's word: its count and signature are not for us
+    } else if (outcome == kCame && (static_cast<u32>(seen) >> 16) != ll.signature) {
       abort_all(sync, abort_record(sync, cfg::kAbortMismatch, operation, peer, epoch), epoch);
       outcome = kLeft;
     }

@@ -58,9 +58,9 @@ __device__ void read_ids(const LowLatencyDispatchParams& p, const Ids& ids, cons
   }
 }
 
-// The first CTA, all threads: to each peer how many of our tokens each of its experts gets (published later, H8), and for
-// our own combine which ranks a token goes to. A token that lists an expert twice counts once.
-__device__ void send_counts(const LowLatencyDispatchParams& p, const Ids& ids) {
+// The first CTA, all threads: to each peer that rows go to how many of our tokens each of its experts gets (published
+// later, H8), and for our own combine which ranks a token goes to. A token that lists an expert twice counts once.
+__device__ void send_counts(const LowLatencyDispatchParams& p, const Ids& ids, const bool* goes) {
   const u32 num_local = p.ll.num_local_experts, num_topk = p.ll.num_topk, num_experts = num_local * cfg::kNumRanks;
   for (u32 expert = threadIdx.x; expert < num_experts; expert += blockDim.x) ids.listed[expert] = 0;
   __syncthreads();
@@ -71,7 +71,8 @@ __device__ void send_counts(const LowLatencyDispatchParams& p, const Ids& ids) {
   }
   __syncthreads();
   for (u32 expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
-    counts_of(p, expert / num_local, p.sync.rank)[expert % num_local] = ids.listed[expert];
+    const u32 owner = expert / num_local;
+    if (goes[owner]) counts_of(p, owner, p.sync.rank)[expert % num_local] = ids.listed[expert];
   }
   u32* token_ranks = reinterpret_cast<u32*>(p.tables.token_ranks);
   for (u32 i = threadIdx.x; i < p.ll.num_tokens * kRankWords; i += blockDim.x) token_ranks[i] = ids.ranks[i];

@@ -70,7 +70,8 @@ struct Share {
   float weight;
 };
 
-// Share number `unit` of all those that this rank sends; one that may not be sent has no token.
+// Share number `unit` of all those that this rank sends; one that may not be sent has no token. Where a peer masked us
+// during the dispatch the tables may be in pieces: nothing in them leads out of x or out of our part of a region.
 __device__ __forceinline__ void look_up(const Params& p, const u32* starts, const bool* goes, u8* ours, u32 unit, Share& share) {
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk, number = unit / cfg::kParts;
   const u32 home = source_of(starts, number), row = home * p.ll.max_tokens + number - starts[home];
@@ -80,19 +81,20 @@ __device__ __forceinline__ void look_up(const Params& p, const u32* starts, cons
   if (lane < num_topk) {
     const u64 at = static_cast<u64>(row) * num_topk + lane;
     share.position = reinterpret_cast<const u32*>(p.tables.positions)[at];
-    share.weight = p.ll.with_weights ? weights_of(p, ours, home)[static_cast<u64>(share.token) * num_topk + lane]
+    share.weight = p.ll.with_weights ? weights_of(p, ours, home)[min(share.token, p.ll.max_tokens - 1) * num_topk + lane]
                                      : reinterpret_cast<const float*>(p.tables.weights)[at];
   }
 }
 
 // The sum of a token's rows here, to its place of our part of its home's region.
 __device__ __forceinline__ void send_sum(const Params& p, const Share& share) {
-  if (share.token == kNone) return;
+  if (share.token >= p.ll.max_tokens) return;
+  const u32 num_positions = p.ll.num_local_experts * cfg::kNumRanks * p.ll.max_tokens;  // rows of x
   float sums[kBatch][kPerVec] = {};
   const auto row = [&](u32 column) {
     return reinterpret_cast<const u8*>(p.x) + static_cast<u64>(__shfl_sync(kAll, share.position, column)) * cfg::kRowBytes;
   };
-  add_rows(__ballot_sync(kAll, share.position != kNone), share.part, row, [&](u32 column, const Vec* batch) {
+  add_rows(__ballot_sync(kAll, share.position < num_positions), share.part, row, [&](u32 column, const Vec* batch) {
     const float factor = __shfl_sync(kAll, share.weight, column);
 #pragma unroll
     for (u32 j = 0; j < kBatch; ++j) accumulate_weighted<cfg::kDType>(sums[j], batch[j], factor);

@@ -95,7 +95,7 @@ __device__ bool send(const Params& p, u8* smem, u32 epoch) {
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk;
   if (!await_consumed(p.sync, p.ll, cfg::kOperationLowLatencyDispatch, epoch, goes)) return false;
   read_ids(p, ids, goes, totals);
-  if (blockIdx.x == 0) send_counts(p, ids);
+  if (blockIdx.x == 0) send_counts(p, ids, goes);
 
   for (u32 unit = warp_index(); unit < p.ll.num_tokens * cfg::kParts; unit += num_warps()) {
     const u32 token = unit / cfg::kParts, part = unit % cfg::kParts;

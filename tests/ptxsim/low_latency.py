@@ -56,6 +56,7 @@ class Run:
     dispatches_only: bool = False  # nothing but done words keeps a rank from running ahead
     absent: tuple[int, str] | None = None  # a rank, and the verb at which it is missing
     masks_on_timeout: bool = False
+    late: tuple[int, int] | None = None  # a masked rank, and the round of the others in which it begins its first one
     patch: Patch = ()
 
 
@@ -111,6 +112,7 @@ class Rank:
             )
         self.launcher.timeout_s = TIMEOUT_S
         self.error: CupyepError | None = None
+        self.turn = 0
         self.results = {
             (operation, slot): {
                 name: Array(self, extents, dtype)
@@ -146,14 +148,9 @@ class Rank:
             code = program(operation.verb, operation.verb, ARCH[run.mover], shape.num_ranks, constants, run.patch)
             struct = ctypes.c_uint64.from_address(call.arguments).value
             self.space.write(self.rank, self.pinned.ptr, np.frombuffer(self.pinned, np.uint8))
+            parameters = ctypes.string_at(struct, code.param_bytes)
             self.group.scheduler.launch(
-                self.rank,
-                code,
-                num_ctas,
-                NUM_THREADS,
-                chosen.smem_bytes,
-                ctypes.string_at(struct, code.param_bytes),
-                self.fetch_pinned,
+                self.rank, code, num_ctas, NUM_THREADS, chosen.smem_bytes, parameters, self.fetch_pinned
             )
 
         return SimpleNamespace(launch=launch)
@@ -181,10 +178,19 @@ class Rank:
                     continue
                 steps += [("combine", part(self.launch, COMBINE, slot, half, turn)) for half in halves]
                 steps += [("combine", part(self.check_combine, slot, turn))]
+        if run.late and run.late[0] == self.rank:  # what it gets is undefined, and the others must not notice
+            steps = [step for step in steps if step[1].func == self.launch]
+            steps = [("", self.wait), *steps, ("", self.launcher.check)]
         if run.absent and run.absent[0] == self.rank:
             names = [name for name, _ in steps]
             steps = steps[: names.index(run.absent[1])]
         return [part(self.attempt, step) for _, step in steps] if run.absent else [step for _, step in steps]
+
+    def wait(self) -> None:
+        """Until all others are in the round that a late rank begins in."""
+        assert self.group.run.late
+        if any(rank.turn < self.group.run.late[1] for rank in self.group.ranks if rank is not self):
+            self.group.scheduler.streams[self.rank].insert(0, self.wait)
 
     def attempt(self, step: Callable[[], None]) -> None:
         """Where ranks may fail: keeps the first error, and does no more after it."""
@@ -195,7 +201,7 @@ class Rank:
                 self.error = error
 
     def launch(self, operation: abi.Operation, slot: int, phases: int, turn: int) -> None:
-        job, given = self.group.run.job, self.inputs[turn]
+        job, given, self.turn = self.group.run.job, self.inputs[turn], turn
         tables = {name: self.results[DISPATCH, slot][name] for name in low_latency_abi.TABLES.fields}
         if operation == DISPATCH:
             inputs = {

@@ -26,6 +26,7 @@ RUNS = {
     "ctas": Run(replace(_THREE, case=replace(_THREE.case, tokens=(9, 8, 9))), num_ctas=3),
     "fp8": Run(Job(replace(_TWO.case, hidden=256), fp8="plain"), num_ctas=1),
     "round": Run(Job(replace(_TWO.case, hidden=512), fp8="ue8m0"), num_ctas=1),
+    "late": Run(replace(_THREE, masked=((0, 2), (1, 2))), rounds=3, late=(2, 2)),
     "absent": Run(_THREE, absent=(1, "dispatch")),
     "duplicates": Run(replace(_TWO, case=replace(_TWO.case, num_topk=4, routing="duplicates"))),
     "many": Run(replace(_TWO, case=replace(_TWO.case, tokens=(40, 37))), num_ctas=1),
@@ -76,6 +77,7 @@ MUTANTS = [
         "static_cast<int>(epoch_of(seen) - epoch) >= 0",
         "static_cast<int>(epoch_of(seen) - epoch) >= -1",
     ),
+    mutant("arrivals: a later word taken for this one", "late", LL, "kCame && epoch_of(seen) != epoch", "kLeft"),
     mutant(
         "consumed: not waited for (H7)",
         "ahead",
@@ -90,7 +92,7 @@ MUTANTS = [
         LL,
         "if (!arrive_last(sync)) return;\n  const bool receives",
         "if (arrive_last(sync) == (gridDim.x > 1)) return;\n  const bool receives",
-        seed=91,
+        seed=12,
     ),
     mutant("leave: done word of a send half", "halves", LL, "ll.phases & cfg::kPhaseReceive;", "true;"),
     mutant(

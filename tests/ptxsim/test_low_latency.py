@@ -76,6 +76,16 @@ def test_a_late_rank_is_masked(split: bool, seed: int) -> None:
             assert rank.masks.get().tolist() == [0, 1, 0]
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("begins", [1, 2])
+@pytest.mark.parametrize("masks_on_timeout", [False, True])
+def test_a_late_rank_that_lives_harms_nobody(masks_on_timeout: bool, begins: int, seed: int) -> None:
+    """It meets words of later calls, whose signatures are others; the others get what they would get without it."""
+    late = replace(mutants_low_latency.RUNS["late"], late=(2, begins), masks_on_timeout=masks_on_timeout)
+    group = low_latency.run(late, seed)
+    assert group.ranks[2].masks.get().tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("mutant", mutants_low_latency.MUTANTS, ids=lambda mutant: mutant.name)
 def test_fault_is_seen(mutant: mutants_low_latency.Mutant) -> None:
     mutants.check_seen(mutants_low_latency.symptom, mutant, 60)
