@@ -11,8 +11,8 @@
 # memory follows alone (marked so), and what kills a process when MPS has ended (no_mps). The tests choose their lane by
 # name: those with "mpi" or "process" in it start processes that wait for each other.
 #
-# PYTHON names the interpreter (default: the checkout's .venv, else python3). The last line has the counts; the exit
-# status is 0 if all was run and nothing failed.
+# PYTHON names the interpreter (default: the checkout's .venv, else python3), SECONDS_AT_MOST another limit. The last
+# line has the counts; the exit status is 0 if all was run and nothing failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 exec < /dev/null
@@ -20,7 +20,7 @@ exec < /dev/null
 mode=${1:-}
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 work=$(mktemp -d /tmp/cupyep-gpu.XXXXXX)
-deadline=585  # seconds of this script
+deadline=${SECONDS_AT_MOST:-585}  # of this script
 export PATH=$PATH:/usr/local/nvidia/bin:/usr/local/cuda/bin PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export CUDA_MPS_PIPE_DIRECTORY=$work/no-mps CUDA_MPS_LOG_DIRECTORY=$work/mps-log
 unset CUDA_DEVICE_MAX_CONNECTIONS
