@@ -21,6 +21,17 @@ MAX_ALIGNMENT = 2**16  # rows
 MAX_SCALE_BYTES = 2**16  # of a token
 
 
+def host_array(name: str, value: Any) -> np.ndarray:
+    """`value` as a NumPy array, without a copy where possible."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:  # rows of different lengths, a list of arrays on a GPU
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {error}") from error
+    if array.dtype.kind in "OSU":
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
+    return array
+
+
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int within [low, high]."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -69,6 +70,6 @@ def load(number: int) -> None:
 
 if __name__ == "__main__":
     wanted = set().union(*map(requests, warmup.gpu_architectures()))
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # a forked process could not use CUDA
         loading = pool.map(load, range(len(CUPY_KERNELS)))
         print(f"{len(list(pool.map(jit.build, wanted)))} kernels in the cache, {len(list(loading))} of CuPy's")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +40,17 @@ extern "C" __global__ void matmul(const float* a, const float* b, float* out, in
   }
 }
 """
+
+
+def on_a_stream(job: Callable[..., Any]) -> Callable[..., Any]:
+    """`job` with a current stream that can be captured, which CUDA's default stream cannot."""
+
+    @functools.wraps(job)
+    def run(comm: Any) -> Any:
+        with cupy.cuda.Stream(non_blocking=True):
+            return job(comm)
+
+    return run
 
 
 class Layer:
@@ -86,6 +100,7 @@ def open_layer(comm, options=None):
     return buffer, layer, traffics
 
 
+@on_a_stream
 def replays(comm):
     """Many replays, eager calls among them; every result is right. The busy word never saw two at once."""
     buffer, layer, traffics = open_layer(comm)
@@ -115,6 +130,7 @@ def test_replays(run_ranks):
     run_ranks(3, replays)
 
 
+@on_a_stream
 def lazy_work(comm):
     """Under capture: no counts for the host, no shape that is new. The capture ends well and the Buffer goes on."""
     traffic, errors = Traffic(comm.size), []
@@ -143,6 +159,7 @@ def test_lazy_work_under_capture(run_ranks):
             assert isinstance(error, cupyep.StateError) and "graph capture" in str(error), repr(error)
 
 
+@on_a_stream
 def pinned(comm):
     """Blocks that a graph uses are nobody else's until it is gone, whatever becomes of the arrays."""
     buffer, layer, traffics = open_layer(comm, {"num_nvl_bytes": 8 << 20})

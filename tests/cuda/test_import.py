@@ -42,7 +42,7 @@ def test_cuda_would_be_seen(tmp_path):
     assert run(code, str(tmp_path)).strip() == "initialised"
 
 
-def test_import_compiles_without_initialising_cuda(tmp_path):
+def test_import_builds_kernels_without_initialising_cuda(tmp_path):
     assert "NOT_INITIALIZED" in run("import cupyep" + INITIALISED, str(tmp_path))
     assert list(tmp_path.glob("count-*.cubin")) and list(tmp_path.glob("barrier-*.cubin"))
 

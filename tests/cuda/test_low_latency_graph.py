@@ -99,7 +99,7 @@ def replays(comm, split: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("split", [False, True], ids=["one launch", "halves"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_ten_thousand_replays(num_ranks, split):
+def test_ten_thousand_replays_of_processes(num_ranks, split):
     assert mpi(num_ranks, replays, split, timeout_s=280) == [(0, NUM_ROUTINGS)] * num_ranks
 
 

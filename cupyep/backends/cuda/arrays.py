@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cupyep.backends.numpy.arrays import asarray as host_array
+from cupyep import checks
 
 
 def asarray(name: str, value: Any) -> cupy.ndarray:
@@ -16,7 +16,7 @@ def asarray(name: str, value: Any) -> cupy.ndarray:
         return value  # cupy.asarray would copy one of another GPU
     is_exporter = not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__")
     if not is_exporter and not hasattr(value, "__cuda_array_interface__"):
-        value = host_array(name, value)
+        value = checks.host_array(name, value)
     try:
         return cupy.from_dlpack(value) if is_exporter else cupy.asarray(value)
     except (BufferError, TypeError, ValueError) as error:

@@ -195,7 +195,7 @@ class CudaLowLatency(LowLatency):
             stream = self._comm_stream.stream if async_finish else current
             self._launcher.check()
             self._launcher.timeout_s, self._launcher.operation = self.timeout_s, call.operation
-            call.inputs = {name: self._plain(name, array) for name, array in call.inputs.items()}
+            call.inputs |= {name: self._plain(name, call.inputs[name]) for name in call.inputs if name != "stats"}
             if env.poison() and call.operation == DISPATCH and phases & Phase.RECEIVE:
                 for name in GIVEN:
                     runtime.memsetAsync(call.results[name].data.ptr, 0xFF, call.results[name].nbytes, current.ptr)

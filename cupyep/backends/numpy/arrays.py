@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyep import checks
+
 
 def asarray(name: str, value: Any) -> np.ndarray:
     """`value` as a NumPy array, without a copy where possible. TypeError names the argument."""
@@ -13,13 +15,7 @@ def asarray(name: str, value: Any) -> np.ndarray:
         raise TypeError(f"{name}: expected a CPU array on the numpy backend, got {type(value).__name__} on a GPU")
     if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
         return np.from_dlpack(value)
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError) as error:  # rows of different lengths, a list of arrays on a GPU
-        raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {error}") from error
-    if array.dtype.kind in "OSU":
-        raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
-    return array
+    return checks.host_array(name, value)
 
 
 def aswritable(name: str, value: Any) -> np.ndarray:
