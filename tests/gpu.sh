@@ -133,7 +133,7 @@ case $mode in
     CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 tests/multirank tests/misuse -k "$threads" > "$work/threads.log" 2>&1 &
     CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 "${cuda[@]}" -k "$threads" -m "not alone" > "$work/cuda.log" 2>&1 &
     start_mps
-    run 400 tests/multirank tests/misuse -k "$processes"
+    run 450 tests/multirank tests/misuse -k "$processes"
     run 400 "${cuda[@]}" -k "$processes" -m "not (no_mps or alone)"
     wait
     cat "$work/threads.log" "$work/cuda.log"

@@ -14,10 +14,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cases import CASES, DTYPES
+from multirank.test_low_latency import JOBS
 
 from cupyep import abi
 from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan, warmup
+from cupyep.backends.low_latency_shape import COMBINE, DISPATCH, LowLatencyShape
 from cupyep.layout import RowLayout
 
 
@@ -36,6 +38,20 @@ def requests(architecture: str) -> set[jit.Request]:
             for mover in {plan.mover_of(shape.rows.row_bytes, "auto", capability), "vector"}:
                 constants = make(shape, num_ranks, mover, 227 * 1024).constants
                 found.add(jit.Request(name, architecture, plan.prelude(num_ranks, constants)))
+    return found
+
+
+def low_latency_requests(architecture: str) -> set[jit.Request]:
+    """The low-latency kernels of every job, for as many ranks as the tests have."""
+    found = set()
+    for job in JOBS.values():
+        case, fp8 = job.case, bool(job.fp8)
+        dtype, casts = DTYPES[case.dtype], (fp8, job.options["round_scale"], job.options["use_ue8m0"])
+        for num_ranks in (1, 2, 3, 4):
+            sizes = (num_ranks, job.max_tokens, case.hidden, dtype, case.num_topk, case.num_experts)
+            for operation, shape in ((DISPATCH, LowLatencyShape(*sizes, *casts)), (COMBINE, LowLatencyShape(*sizes))):
+                constants = plan.low_latency_plan(operation, shape).constants
+                found.add(jit.Request(operation.verb, architecture, plan.prelude(num_ranks, constants)))
     return found
 
 
@@ -69,7 +85,7 @@ def load(number: int) -> None:
 
 
 if __name__ == "__main__":
-    wanted = set().union(*map(requests, warmup.gpu_architectures()))
+    wanted = set().union(*(of(name) for name in warmup.gpu_architectures() for of in (requests, low_latency_requests)))
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # a forked process could not use CUDA
         loading = pool.map(load, range(len(CUPY_KERNELS)))
         print(f"{len(list(pool.map(jit.build, wanted)))} kernels in the cache, {len(list(loading))} of CuPy's")
