@@ -141,7 +141,7 @@ class LowLatency(ABC):
     def next_combine_buffer(self, shape: LowLatencyShape) -> Any:
         """`[num_local_experts, num_rows, hidden]`, the same for every second combine of one shape."""
         parts: Parts = {"x": ((shape.num_local_experts, shape.num_rows, shape.hidden), shape.dtype)}
-        return self._carve(("x", self._numbers[COMBINE] % NUM_SLOTS), shape, parts)["x"]
+        return self._carve(("x", self._numbers[COMBINE] % NUM_SLOTS), shape, lambda: parts)["x"]
 
     def check_handle(self, handle: LowLatencyHandle) -> None:
         """Its tables must not have been written over by the second-next dispatch, and must be complete."""
@@ -207,12 +207,13 @@ class LowLatency(ABC):
                 self._prepared.add((verb, each))
 
     def _results(self, operation: Operation, slot: int, shape: LowLatencyShape) -> dict[str, Any]:
-        return self._carve((operation, slot), shape, shape.results(operation))
+        return self._carve((operation, slot), shape, lambda: shape.results(operation))
 
-    def _carve(self, key: tuple[Any, ...], shape: LowLatencyShape, parts: Parts) -> dict[str, Any]:
+    def _carve(self, key: tuple[Any, ...], shape: LowLatencyShape, make: Callable[[], Parts]) -> dict[str, Any]:
         """Arrays over the memory of `key`, which grows as needed; a shape stays where it was, for graphs' sake."""
         if (views := self._views.get((key, shape))) is not None:
             return views
+        parts = make()
         places, old = offsets(parts), self._memory.get(key)
         if old is None or old.size < places["num_bytes"]:
             self._kept.append(old)

@@ -77,11 +77,12 @@ class CudaBackend(Dispatch, Combine):
         self._together("load kernels", lambda: self._kernels.load(shape))
 
     def asarray(self, name: str, value: Any) -> cupy.ndarray:
-        with cupy.cuda.Device(self._device):
-            array = asarray(name, value)
-        if array.size and array.device.id != self._device:
-            raise ValueError(f"{name}: expected an array on the Buffer's GPU {self._device}, got GPU {array.device.id}")
-        return array
+        if not isinstance(value, cupy.ndarray):
+            with cupy.cuda.Device(self._device):
+                value = asarray(name, value)
+        if value.size and value.device.id != self._device:
+            raise ValueError(f"{name}: expected an array on the Buffer's GPU {self._device}, got GPU {value.device.id}")
+        return value
 
     def aswritable(self, name: str, value: Any) -> cupy.ndarray:
         with cupy.cuda.Device(self._device):
