@@ -58,7 +58,8 @@ class Dispatch(Group):
             scales_order: "C" or "F": received scales row-major, or column-major, which takes a local copy.
             num_worst_tokens: rows of all results, whatever comes, equal on all ranks: the host waits for no count. The
                 first handle.recv_count[0] rows are those that came; ids of the others are -1, all else there is
-                undefined. More rows than that are an ArenaExhaustedError on all ranks, no row has moved then.
+                undefined. More rows than that are an ArenaExhaustedError on all ranks, no row has moved then. An arena
+                that nobody has sized gets room for this dispatch; wider rows along its handle want num_nvl_bytes.
             layout: "rank": a row per received token. "expert": a row per listing, grouped by local expert, each group
                 in the order of received tokens, for a grouped matrix product; handle.expert_rows says where. Rows
                 still cross once per (token, rank) and are multiplied where they arrive.

@@ -178,12 +178,13 @@ class Group:
         Raises: PeerTimeoutError if a peer does not close too; MismatchError if it makes another call that meets on the
             host, which ends the Buffer on all ranks; ValueError for an id out of range in a low-latency dispatch that
             nothing else has told of. After an error nothing more is raised for it.
-        Sync: collective, unless an error has broken the group.
+        Sync: collective, in the same order on all ranks where there are several Buffers, unless an error has broken the
+            group.
         """
         backend, self._backend = self._backend, None
         if backend is None:
             return
-        pending: CupyepError | ValueError | None = None
+        pending: BaseException | None = None
         if backend.broken is None:
             try:
                 backend.check()
@@ -197,6 +198,8 @@ class Group:
                 self._comm.barrier(operation="close", timeout_s=self._timeout_s)
             except CupyepError as error:  # somebody has not closed
                 pending = backend.broken = error
+            except BaseException as error:  # Ctrl-C
+                pending, backend.broken = error, StateError(f"close: {type(error).__name__} was raised here")
         try:
             backend.close(collective=backend.broken is None)
         finally:

@@ -34,10 +34,11 @@ class Communicator(ABC):
             another operation. All of them have made this step then, so the next one is a common one again.
         """
         everyone = self._exchange((operation, value), operation, timeout_s)
-        first = everyone[0][0]
-        for rank, (theirs, _) in enumerate(everyone):
-            if theirs != first:
-                raise MismatchError(operation, rank, "operation", first, theirs)
+        calls = [call for call, _ in everyone]
+        others = [rank for rank, call in enumerate(calls) if call != calls[0]]
+        if others:  # whoever is in close() does not come back, so that is told first
+            rank = next((rank for rank in others if calls[rank] == "close"), others[0])
+            raise MismatchError(operation, rank, "operation", calls[0], calls[rank])
         return [theirs for _, theirs in everyone]
 
     @abstractmethod

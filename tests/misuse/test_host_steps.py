@@ -83,3 +83,30 @@ def test_a_block_ends_with_its_own_error_when_others_have_closed(run_ranks, back
 
 def outcome_of(comm, function, backend):
     return outcome(lambda: function(comm, backend))
+
+
+def three_calls(comm, backend):
+    start = time.monotonic()
+    with cupyep.Buffer(comm, backend=backend, timeout_s=LONG_S) as buffer:
+        error = outcome(calls(buffer, comm.rank, backend)[("prepare", "peer_arrays", "close")[comm.rank]])
+    return error, time.monotonic() - start
+
+
+def test_of_three_different_calls_the_one_that_closes_is_told(run_ranks, backend):
+    """Whoever has closed does not come back, so the Buffer ends everywhere, and nobody waits for it again."""
+    for error, seconds in run_ranks(3, three_calls, backend):
+        assert isinstance(error, cupyep.MismatchError) and error.got == "close" and seconds < LONG_S / 2, repr(error)
+
+
+def test_an_interrupted_close_gives_back_what_it_has(monkeypatch):
+    buffer, ended = cupyep.Buffer(backend="numpy"), []
+    of_backend = buffer._backend.close
+
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(buffer._comm, "barrier", interrupted)
+    monkeypatch.setattr(buffer._backend, "close", lambda **how: (ended.append(how), of_backend(**how)))
+    with pytest.raises(KeyboardInterrupt):
+        buffer.close()
+    assert ended == [{"collective": False}]

@@ -177,13 +177,15 @@ class CudaBackend(Dispatch, Combine):
 
     def close(self, *, collective: bool) -> None:
         devices.release(self._claim)
-        with cupy.cuda.Device(self._device):
-            if not collective:
-                self._let_kernels_leave()
-                _abandoned.append((self._launcher, self._arena, self._low_latency))
-            if self._low_latency:
-                self._low_latency.close(collective=collective)
-            self._arena.close(collective=collective)
-        self._comm.watch = self._meetings.comm.watch = None  # or communicator, launcher and arena would be a cycle
+        try:
+            with cupy.cuda.Device(self._device):
+                if not collective:
+                    self._let_kernels_leave()
+                    _abandoned.append((self._launcher, self._arena, self._low_latency))
+                if self._low_latency:
+                    self._low_latency.close(collective=collective)
+                self._arena.close(collective=collective)
+        finally:
+            self._comm.watch = self._meetings.comm.watch = None  # or communicator, launcher and arena would be a cycle
         if collective:
             self._comm.free()
