@@ -42,7 +42,8 @@ def _compile(program: Program, instruction: Instruction) -> Compiled:
         poll = (name == "ld" and any(order in op for order in ORDERS)) or op[:2] in (
             ["mbarrier", "try_wait"], ["mbarrier", "test_wait"])
         private = name == "ld" and "param" in op
-        return Compiled("plain", makers[name](use, op, operands), instruction, not private, poll=poll)
+        run = makers[name](use, op, operands)
+        return Compiled("plain", run, instruction, not private, poll=poll, reads=name == "ld")
     if name in ("nanosleep", "prefetch", "griddepcontrol"):
         return Compiled("plain", lambda cta, mask: None, instruction, True)
     if name == "createpolicy":

@@ -47,7 +47,8 @@ class Compiled:
     instruction: Instruction
     visible: bool = False  # others may notice it: a place to switch to somebody else
     meeting: Get | None = None
-    poll: bool = False
+    poll: bool = False  # a look at a flag
+    reads: bool = False  # a load, which is no progress: a wait that loads something beside its flag still waits
 
     def __post_init__(self) -> None:
         self.guard, self.target = self.instruction.guard, self.instruction.target

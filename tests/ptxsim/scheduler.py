@@ -62,8 +62,7 @@ class Scheduler:
         block[: len(params)] = np.frombuffer(params, np.uint8)
         if len(params) != program.param_bytes:
             raise ValueError(f"{program.kernel}: expected {program.param_bytes} parameter bytes, got {len(params)}")
-        compiled = program.compiled  # type: ignore[attr-defined]
-        grid = Grid(rank, program, compiled, num_ctas, num_threads, smem_bytes, block)
+        grid = Grid(rank, program, program.compiled, num_ctas, num_threads, smem_bytes, block)
         self.running[rank], self.after[rank] = grid, after
         for index in range(num_ctas):
             self.ctas.append(Cta(grid, index, self.space))
@@ -83,6 +82,11 @@ class Scheduler:
             self.streams[self.rng.choice(ranks)].pop(0)()
         return bool(ranks)
 
+    def host_moves(self) -> bool:
+        """A host step, unless it waits and has queued itself again."""
+        left = sum(map(len, self.streams.values()))
+        return self.host_step() and sum(map(len, self.streams.values())) < left
+
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -95,10 +99,8 @@ class Scheduler:
             rng.choice(self.ctas).view.refresh("sys")
         if (not self.ctas or rng.random() < 0.05) and self.host_step():
             return
-        order = sorted(range(len(self.ctas)), key=lambda i: rng.random() ** (1 / self.weights[i]), reverse=True)
-        for i in order:
-            cta = self.ctas[i]
-            ready = cta.ready()
+        for i in sorted(range(len(self.ctas)), key=lambda i: rng.random() ** (1 / self.weights[i]), reverse=True):
+            ready = (cta := self.ctas[i]).ready()
             if ready.any() and not self.stalls(cta):
                 self.burst(cta, self.pick(cta, ready))
                 return
@@ -156,7 +158,7 @@ class Scheduler:
                     compiled.run(cta, active)
                     pc += 1
                     if compiled.visible:
-                        if not compiled.poll:
+                        if not (compiled.poll or compiled.reads):
                             cta.progress[active], self.idle = True, 0
                         if compiled.poll or rng.random() < self.switch:
                             cta.pc[mask] = pc
@@ -271,7 +273,7 @@ class Scheduler:
         if self.rng.random() < self.linger:
             self.space.clock.events += 1
             return
-        chances = [self.land_one, lambda: self.drain_one(only_strong=True), self.host_step]
+        chances = [self.land_one, lambda: self.drain_one(only_strong=True), self.host_moves]
         self.rng.shuffle(chances)
         if any(chance() for chance in chances):
             self.idle = 0
@@ -285,8 +287,7 @@ class Scheduler:
             self.space.clock.now += self.tick_ns
         waiting = [cta for cta in self.ctas if (cta.live & (cta.blocked == FREE)).any()]
         if not waiting or self.idle > MAX_IDLE:
-            what = "lost progress" if waiting else "deadlock"
-            raise SimulationError(f"{what}: {self.everywhere()}")
+            raise SimulationError(f"{'lost progress' if waiting else 'deadlock'}: {self.everywhere()}")
 
     def everywhere(self) -> str:
         return "; ".join(self.where(cta, int(pc), cta.live & (cta.pc == pc))
