@@ -64,6 +64,15 @@ class CudaHandle(Handle):
         return self.routing.words[3 + self.routing.order.shape[1] :]
 
 
+def host_records(num_ranks: int) -> tuple[Any, dict[tuple[int, str], np.ndarray]]:
+    """Pinned memory in which the device tells the host, all zero, and its parts: see HostLayout.views."""
+    host_layout = layout.HostLayout(num_ranks)
+    pinned = cupy.cuda.alloc_pinned_memory(host_layout.num_bytes)
+    host = np.frombuffer(pinned, np.uint8, host_layout.num_bytes)
+    host[:] = 0
+    return pinned, host_layout.views(host)
+
+
 @dataclass(frozen=True)
 class Counted:
     """What COUNT found: rows from each rank, listings of each local expert, most tokens of any rank, a bad id."""
@@ -83,11 +92,7 @@ class Launcher:
     ) -> None:
         self._arena, self._kernels, self._stream, self._timeout_s = arena, kernels, stream, timeout_s
         self._rank, self._num_ranks = comm.rank, comm.size
-        host_layout = layout.HostLayout(comm.size)
-        self._pinned = cupy.cuda.alloc_pinned_memory(host_layout.num_bytes)
-        host = np.frombuffer(self._pinned, np.uint8, host_layout.num_bytes)
-        host[:] = 0
-        self._host = host_layout.views(host)  # what the device tells
+        self._pinned, self._host = host_records(comm.size)
         self.operation = Operation.BARRIER  # the last one launched, or about to be
         sync = {
             "peers": arena.peers.data.ptr,

@@ -16,6 +16,7 @@ from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena, abort_word
 from cupyep.backends.cuda.arrays import is_plain, plain
 from cupyep.backends.cuda.kernels import Call, Kernels
+from cupyep.backends.cuda.launcher import host_records
 from cupyep.backends.cuda.meetings import Meetings
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
 from cupyep.backends.low_latency import LowLatency, LowLatencyCall
@@ -36,11 +37,7 @@ class LowLatencyLauncher:
         self._arena, self._kernels, self._rank, self._num_ranks = arena, kernels, comm.rank, comm.size
         self._region_bytes, self._masks, self._fates = region_bytes, masks, fates
         self._first_region = layout.ControlLayout(comm.size).num_bytes
-        host_layout = layout.HostLayout(comm.size)
-        self._pinned = cupy.cuda.alloc_pinned_memory(host_layout.num_bytes)
-        host = np.frombuffer(self._pinned, np.uint8, host_layout.num_bytes)
-        host[:] = 0
-        told = host_layout.views(host)
+        self._pinned, told = host_records(comm.size)
         self._told = {operation: told[index, "record"] for operation, index in RECORDS.items()}
         self._calls: dict[Any, Call] = {}
         self.operation = DISPATCH  # the last one launched, or about to be

@@ -48,8 +48,8 @@ class Meetings:
     def _meet(self, launcher: Launcher, value: Any) -> list[Any]:
         """Everybody's value. Who waits too long makes its record the verdict of all ranks.
 
-        A rank that comes after the others have left learns it while it waits, or its kernel does. Reading the abort
-        word here, before every launch, would wait for kernels that share a connection with the copy: milliseconds.
+        A rank that comes after the others have left learns it while it waits, or its kernel does: the abort word is not
+        read before every launch, as that is a copy that the host waits for.
         """
         try:
             return self.comm.allgather(value, operation="launch", timeout_s=self._timeout_s)
