@@ -15,6 +15,7 @@ DTYPES = {np.dtype(getattr(ml_dtypes, name, name)): abi.DType[name.upper()] for 
 )}  # fmt: skip
 ADDABLE = tuple(dtype for dtype, number in DTYPES.items() if number <= abi.DType.BFLOAT16)
 
+MAX_TIMEOUT_S = 1_000_000  # eleven days; whoever wants longer wants None
 MAX_TOKENS = 2**31 - 1  # of a rank: places are 32-bit
 MAX_ROW_BYTES = 2**31 - 1
 MAX_ALIGNMENT = 2**16  # rows
@@ -71,6 +72,16 @@ def addable(name: str, value: Any) -> np.dtype:
     if (found := dtype(name, value)) not in ADDABLE:
         raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {found}")
     return found
+
+
+def timeout(value: Any) -> None:
+    """Seconds, or None."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"timeout_s: expected a number of seconds or None, got {value!r}")
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout_s: expected a positive number of seconds or None, got {value!r}")
 
 
 def matrix(name: str, array: Any) -> None:

@@ -229,7 +229,7 @@ class LowLatencyVerbs(Group):
         """
         engine = self._ready("set_mask_on_timeout").low_latency
         checks.boolean("enabled", enabled)
-        low_latency_checks.timeout(timeout_s)
+        checks.timeout(timeout_s)
         engine.masks_on_timeout, engine.timeout_s = enabled, self._timeout_s if timeout_s is None else timeout_s
 
     # helpers

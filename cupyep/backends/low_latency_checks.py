@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from cupyep import checks
-from cupyep.config import MAX_TIMEOUT_S
 
 MAX_TOKENS = 4096  # of a rank in one call
 MAX_IDS = 32768  # num_tokens * num_topk: every CTA keeps all ids in shared memory
@@ -56,13 +55,3 @@ def own(name: str, backend: Any, array: Any, shape: tuple[int, ...], dtype: Any,
         raise ValueError(f"{name}: expected an array that can be written to, got a read-only one")
     if rest := backend.low_latency.address(array) % alignment:
         raise ValueError(f"{name}: expected memory at a multiple of {alignment} bytes, got one that is {rest} behind")
-
-
-def timeout(value: Any) -> None:
-    """Seconds, or None."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"timeout_s: expected a number of seconds or None, got {value!r}")
-    if not 0 < value <= MAX_TIMEOUT_S:
-        raise ValueError(f"timeout_s: expected a positive number of seconds or None, got {value!r}")
