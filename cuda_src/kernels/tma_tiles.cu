@@ -64,13 +64,13 @@ copy_tensor(const __grid_constant__ TensorMap dst, const __grid_constant__ Tenso
   copy_ring(tiles, count, smem);
 }
 
-// Where the tile's 16 bytes at `offset` lie in shared memory: bits 4.. are permuted by bits 7... The tile starts at a
-// multiple of 1,024 bytes, so that offsets have an address's low bits.
+// Where the tile's 16 bytes at `offset` lie in shared memory: bits 4.. are permuted by bits 7.., within a row. The tile
+// starts at a multiple of 1,024 bytes, so that offsets have an address's low bits.
 __device__ __forceinline__ u32 swizzled(u32 offset, u32 pieces) { return offset ^ (offset >> 3 & pieces << 4); }
 
 extern "C" __global__ void load_tile(const __grid_constant__ TensorMap src, const __grid_constant__ TileParams p) {
   extern __shared__ __align__(1024) u8 smem[];
-  u64* full = reinterpret_cast<u64*>(smem + (p.tile_bytes + 127) / 128 * 128);  // a swizzle permutes whole lines
+  u64* full = reinterpret_cast<u64*>(smem + p.tile_bytes);
   if (threadIdx.x == 0) {
     tma::mbarrier_init(full, 1);
     tma::fence_barrier_init();  // H6

@@ -15,7 +15,7 @@ from cupyep.tma import arrays
 from cupyep.tma import launch as launches
 
 MAX_RANK = 5
-SWIZZLE_BYTES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}  # the longest row of a tile that it can permute
+SWIZZLE_BYTES = {"none": 0, "32B": 32, "64B": 64, "128B": 128}  # the row of a tile that it permutes
 INTERLEAVES = ("none", "16B", "32B")
 L2_PROMOTIONS = ("none", "64B", "128B", "256B")
 OOB_FILLS = ("zeros", "nan")
@@ -38,7 +38,8 @@ class TensorMap:
         box: elements that a tile spans along each axis, in the array's order, 1..256. The last, in bytes, is a
             multiple of 16.
         element_strides: per axis, 1..8: a tile takes every so-manieth element of its box. The last one is 1.
-        swizzle: "none", "32B", "64B" or "128B": how a tile lies in shared memory; a tile's row is no longer than that.
+        swizzle: "none", "32B", "64B" or "128B": how a tile lies in shared memory; a tile's row is as long as that.
+            The driver takes shorter ones too, but on an H200 a load of such a tile wrote past its tile_bytes.
         interleave: "none", "16B" or "32B" (rank 3 and more), for kernels of your own.
         l2_promotion: "none", "64B", "128B" or "256B": how much L2 fetches at least.
         oob_fill: "zeros" or "nan" (float types): what a tile holds where it lies outside of the array.
@@ -113,8 +114,8 @@ class TensorMap:
                 raise ValueError(f"element_strides[{last}]: expected 1, got {self.element_strides[last]}")
             if row_bytes % 16:
                 raise ValueError(f"box[{last}]: expected a multiple of 16 bytes, got {row_bytes} bytes")
-            if self.swizzle != "none" and row_bytes > SWIZZLE_BYTES[self.swizzle]:
-                raise ValueError(f"box[{last}]: expected at most {self.swizzle} with swizzle, got {row_bytes} bytes")
+            if self.swizzle != "none" and row_bytes != SWIZZLE_BYTES[self.swizzle]:
+                raise ValueError(f"box[{last}]: expected {self.swizzle} with swizzle {self.swizzle}, got {row_bytes}B")
         if self.oob_fill == "nan" and self.dtype not in _FLOATS:
             raise ValueError(f"oob_fill: expected zeros for {self.dtype}, got nan")
 

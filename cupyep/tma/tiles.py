@@ -17,8 +17,7 @@ from cupyep.tma.launch import Launch, Target
 from cupyep.tma.tensor_map import TensorMap, swizzled
 
 MAX_TILES = 2**31 - 1
-_LINE = 128  # bytes within which a swizzle permutes
-_MBARRIER_BYTES = 16  # of shared memory, behind a single tile's lines
+_MBARRIER_BYTES = 16  # of shared memory, behind a single tile
 
 
 def load_tile(tensor_map: TensorMap, coordinates: Sequence[int], *, raw: bool = False, stream: Any = None) -> Any:
@@ -28,8 +27,7 @@ def load_tile(tensor_map: TensorMap, coordinates: Sequence[int], *, raw: bool = 
         tensor_map: with interleave "none".
         coordinates: of the tile's first element, along each axis of the array, also outside of it. Along the last axis
             a multiple of 16 bytes, as H200s end a kernel with "illegal instruction" at any other.
-        raw: as `[tile_bytes]` uint8, in the order in which bytes lie in shared memory (see swizzled); with a swizzle
-            of whole lines, 128 bytes each.
+        raw: as `[tile_bytes]` uint8, in the order in which bytes lie in shared memory (see swizzled).
         stream: CuPy stream; None: the current one.
 
     Returns: `[*tile_shape]`, an array of the map's kind and dtype. Outside of the array it holds the fill.
@@ -37,9 +35,6 @@ def load_tile(tensor_map: TensorMap, coordinates: Sequence[int], *, raw: bool = 
     Sync: on `stream`; the host does not wait. Source: PTX ISA, cp.async.bulk.tensor.
     """
     coordinates = _check(tensor_map, coordinates, stream)
-    if raw and tensor_map.swizzle != "none" and tensor_map.tile_bytes % _LINE:
-        expected = f"a tile of a multiple of {_LINE} bytes with swizzle {tensor_map.swizzle}"
-        raise ValueError(f"raw: expected {expected}, got {tensor_map.tile_bytes}")
     if arrays.is_numpy(tensor_map.array):
         tile = gather(tensor_map, coordinates)
         if not raw:
@@ -129,7 +124,7 @@ def plan_tile(
     raw: bool = False,
 ) -> Launch:
     """The launch that loads or stores one tile; `tile` is the address of its own memory."""
-    _check_size(tensor_map, (target.smem_limit - _MBARRIER_BYTES) // _LINE * _LINE)
+    _check_size(tensor_map, target.smem_limit - _MBARRIER_BYTES)
     pieces = 0 if raw else swizzled(7 << 7, tensor_map.swizzle) >> 4 & 7
     constants = {"kRank": len(tensor_map.box), **copies.RINGS[-1].constants()}  # the ring is copy_tensor's business
     params = abi.TILE_PARAMS(
@@ -138,7 +133,7 @@ def plan_tile(
         tile_bytes=tensor_map.tile_bytes,
         swizzle_pieces=pieces,
     )
-    smem_bytes = layout.align(tensor_map.tile_bytes, _LINE) + _MBARRIER_BYTES
+    smem_bytes = tensor_map.tile_bytes + _MBARRIER_BYTES
     return _launch(function, target, constants, 1, 128, smem_bytes, (descriptor, params))
 
 

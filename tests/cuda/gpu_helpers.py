@@ -204,6 +204,16 @@ def outcome(call: Callable[..., Any], *args: Any) -> tuple[Exception | None, flo
     return None, time.monotonic() - start
 
 
+def make_room(num_bytes: int = 64 << 20) -> None:
+    """Has CuPy's pool keep so much for the current stream.
+
+    What comes later is then cut from it: where ranks are threads, an allocation of the driver may wait for a kernel
+    that waits for this thread.
+    """
+    cupy.empty(num_bytes, np.uint8)
+    cupy.cuda.get_current_stream().synchronize()
+
+
 def free_bytes() -> int:
     """Bytes free on the GPU, once all garbage has been given back."""
     gc.collect()
@@ -236,7 +246,7 @@ def fill(buffer: cupyep.Buffer) -> list[Any]:
 def child(function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> Any:
     """`function(*args)` in a new process, which is ended when the time is over."""
     connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # streams that share one wait for each other
-    return launch.mpi(1, _without_comm, function, args, timeout_s=timeout_s, env=connections)[0]
+    return launch.mpi(1, _without_comm, function, args, timeout_s=timeout_s, is_fresh=True, env=connections)[0]
 
 
 def _without_comm(_: Any, function: Callable[..., Any], args: tuple) -> Any:

@@ -20,6 +20,7 @@ from gpu_helpers import (
     cupy,
     differ,
     fill,
+    make_room,
     open_buffer,
     outcome,
     threads,
@@ -105,7 +106,7 @@ def replays(comm):
     """Many replays, eager calls among them; every result is right. The busy word never saw two at once."""
     buffer, layer, traffics = open_layer(comm)
     with buffer:
-        # All memory first: where ranks are threads, an allocation may wait for a kernel that waits for this thread.
+        make_room()  # before any kernel waits for a peer
         inputs = [traffic.inputs(comm.rank) for traffic in traffics]
         expected = [(traffic.received(comm.rank)[0], *traffic.combined(comm.rank, 2)) for traffic in traffics]
         wrong = cupy.zeros((), bool)

@@ -47,6 +47,20 @@ def test_results_come_in_rank_order():
     assert len({pid for *_, pid in results} | {os.getpid()}) == 4
 
 
+def test_ranks_are_used_again_unless_they_failed_or_must_be_fresh():
+    def pids(**options):
+        return {pid for *_, pid in launch.mpi(2, rank_and_size, 0, **options)}
+
+    first = pids()
+    assert pids() == first
+    fresh = pids(is_fresh=True)
+    assert not fresh & first and pids() == first
+    assert not pids(env={"CUPYEP_OTHER": "1"}) & first
+    with pytest.raises(launch.RanksFailed):
+        launch.mpi(2, fail_on_rank_1)
+    assert not pids() & (first | fresh)
+
+
 def test_a_failing_rank_fails_the_job_and_is_named():
     with pytest.raises(launch.RanksFailed, match=r"\[rank-1\] KeyError: 'what went wrong'"):
         launch.mpi(2, fail_on_rank_1)

@@ -97,10 +97,11 @@ def test_swizzled_tiles(swizzle: str) -> None:
         assert np.array_equal(flat, tiles.load_tile(tensor_map, at, raw=raw).reshape(-1).view(np.uint8))
 
 
-@pytest.mark.parametrize("swizzle", ["32B", "64B", "128B"])
+@pytest.mark.parametrize("swizzle", ["32B", "64B"])
 def test_a_swizzled_tile_that_ends_within_a_line(swizzle: str) -> None:
-    """Its last pieces lie behind its size in shared memory, and nothing else does."""
-    array, box = content((60, 4), 7), (57, 4)
+    """A line has 128 bytes. Nothing is touched behind the tile."""
+    columns = int(swizzle[:-1]) // 4
+    array, box = content((60, columns), 7), (57, columns)
     tensor_map = TensorMap(array, box, swizzle=swizzle)
     _, got = run_tile("load_tile", tensor_map, (1, 0), array, np.zeros(box, np.int32), 1)
     assert np.array_equal(got, array[1:58])

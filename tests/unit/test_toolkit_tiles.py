@@ -55,7 +55,8 @@ X3 = aligned((4, 8, 16))
         (X, (4, 3), {}, r"box\[1\]: expected a multiple of 16 bytes, got 12 bytes"),
         (X, (4, 4), {"element_strides": (9, 1)}, r"element_strides\[0\]: expected 1\.\.8, got 9"),
         (X, (4, 8), {"element_strides": (1, 2)}, r"element_strides\[1\]: expected 1, got 2"),
-        (X, (4, 12), {"swizzle": "32B"}, r"box\[1\]: expected at most 32B with swizzle, got 48 bytes"),
+        (X, (4, 12), {"swizzle": "32B"}, r"box\[1\]: expected 32B with swizzle 32B, got 48B"),
+        (X, (4, 8), {"swizzle": "64B"}, r"box\[1\]: expected 64B with swizzle 64B, got 32B"),
         (X, (4, 4), {"swizzle": "16B"}, "swizzle: expected none, 32B, 64B, 128B, got '16B'"),
         (X, (4, 4), {"interleave": "16B"}, "interleave: expected none below rank 3, got 16B for rank 2"),
         (X3, (4, 4, 8), {"interleave": "32B"}, "swizzle: expected 32B with interleave 32B, got none"),
@@ -136,16 +137,15 @@ def test_nan_fill_and_element_strides():
         tma.store_tile(tensor_map, (0, 0), tile)
 
 
-def test_a_swizzled_image_is_of_whole_lines():
-    array = aligned((16, 4))
-    array[...] = np.arange(64).reshape(16, 4)
-    tensor_map = tma.TensorMap(array, (9, 4), swizzle="32B")
-    with pytest.raises(ValueError, match="raw: expected a tile of a multiple of 128 bytes with swizzle 32B, got 144"):
-        tma.load_tile(tensor_map, (0, 0), raw=True)
-    assert np.array_equal(tma.load_tile(tensor_map, (0, 0)), array[:9])
-    assert tma.load_tile(tma.TensorMap(array, (9, 4)), (0, 0), raw=True).size == 144
+def test_a_swizzled_image_ends_with_its_rows():
+    array = aligned((16, 8))
+    array[...] = np.arange(128).reshape(16, 8)
+    tensor_map = tma.TensorMap(array, (9, 8), swizzle="32B")
+    image = tma.load_tile(tensor_map, (0, 0), raw=True).view(np.float32).reshape(9, 2, 4)
+    for row, pieces in enumerate(image):  # every fifth to eighth row has its two pieces in the other order
+        assert np.array_equal(pieces.reshape(8) if row % 8 < 4 else pieces[::-1].reshape(8), array[row])
     launch = tiles.plan_tile("load_tile", HOPPER, tensor_map, np.zeros(128, np.uint8), (0, 0), 0)
-    assert launch.smem_bytes == 256 + 16
+    assert launch.smem_bytes == 9 * 32 + 16
 
 
 def test_copy_tensor_pads_crops_and_packs():

@@ -124,7 +124,8 @@ def compile_source(name: str, source: str, arch: str, options: tuple[str, ...] =
 
     program = nvrtc.createProgram(source, name, [], [])
     try:
-        nvrtc.compileProgram(program, [*OPTIONS, *options, f"-arch={arch}", f"-I{source_root()}", *_include_options()])
+        ours = (*OPTIONS, *_without_cache(), *options, f"-arch={arch}", f"-I{source_root()}")
+        nvrtc.compileProgram(program, [*ours, *_include_options()])
         return nvrtc.getCUBIN(program) + b"\0", _log(program)  # CuPy cuts the cubin's last byte off
     except nvrtc.NVRTCError as error:
         raise CompileError(name, _log(program) or str(error)) from None
@@ -165,6 +166,13 @@ def resource_usage(request: Request) -> dict[str, Usage]:
         name: Usage(int(registers), int(stores) + int(loads))
         for name, stores, loads, registers in re.findall(pattern, log, re.DOTALL)
     }
+
+
+def _without_cache() -> tuple[str, ...]:
+    """Turns off the cache that NVRTC has since 12.9: it initialises CUDA, and what it finds comes without a log."""
+    from cupy.cuda import nvrtc
+
+    return ("--no-cache",) if nvrtc.getVersion() >= (12, 9) else ()
 
 
 @functools.cache
