@@ -120,6 +120,7 @@ COLUMNS = {
     "num_sms": ("SMs", "d"),
     "num_tokens": ("tokens", "d"),
     "hidden": ("hidden", "d"),
+    "num_calls": ("calls", "d"),
     "time_us": ("us", ".1f"),
     "min_us": ("min", ".1f"),
     "p50_us": ("p50", ".1f"),
