@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupyep.bench import barrier, baseline, low_latency, options, plot, report, timed
+from cupyep.bench import barrier, baseline, low_latency, options, report, timed
 from cupyep.bench.sweep import prediction_note
 from cupyep.bench.timing import Timing, fitting_calls, measure, measure_slow
 
@@ -177,28 +177,6 @@ RESULTS = [
      "predicted_us": 1.0, "us_per_mb": 20.0 / sms}
     for verb in ("dispatch", "combine") for ranks in (2, 4) for sms in (1, 2, 8) for tokens in (64, 128)
 ]  # fmt: skip
-
-
-def test_curves_differ_in_one_thing_alone():
-    curves = plot.curves(RESULTS, "num_sms", "logical_gbps")
-    assert len(curves) == 8 and all([point["num_sms"] for point in points] == [1, 2, 8] for points in curves.values())
-    assert "dispatch kernel, num_tokens 64, num_ranks 2".replace("num_", "") in {
-        name.replace("num_", "") for name in curves
-    }
-    assert plot.curves(RESULTS[:1], "num_sms", "logical_gbps") == {}
-
-
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_plots_are_written(kind, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plot.{kind}"
-    assert plot.draw(path, RESULTS, "title") == ["bandwidth", "latency", "cost of ranks"]
-    head = path.read_bytes()[:300]
-    assert head.startswith(b"\x89PNG") if kind == "png" else b"<svg" in path.read_bytes()
-    ceilings = [{"benchmark": "ceilings", "name": "TMA store", "num_sms": sms, "gbps": 60.0 * sms} for sms in (1, 8)]
-    assert plot.draw(path, ceilings, "title") == ["hardware"]
-    with pytest.raises(ValueError, match="--plot: expected results along SMs"):
-        plot.draw(path, RESULTS[:1], "title")
 
 
 def test_prediction_note():
