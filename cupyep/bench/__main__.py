@@ -15,6 +15,7 @@ from cupyep.bench.cases import MODES, Case
 from cupyep.bench.world import World
 from cupyep.errors import CupyepError
 
+PLOT_S = 120  # many panels take seconds, the first use of matplotlib on a machine many
 AXES = ["sms", "hidden", "tokens", "ranks"]
 Results = list[dict[str, Any]]
 
@@ -28,7 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report.check_files(arguments.json, arguments.plot)
         results = arguments.run(arguments)
-        return 0 if results is None else report.publish(results, arguments.json, arguments.plot)
+        if results is None:
+            return 0
+        known = report.publish(results, arguments.json)
+        if arguments.plot is not None:  # all is measured, printed and written: drawing has a time of its own
+            faulthandler.dump_traceback_later(PLOT_S, exit=True)
+            report.draw(results, known, arguments.plot)
+        return int(any(result.get("failed") for result in results))
     except (CupyepError, ValueError) as error:
         print(f"cupyep.bench: {error}", file=sys.stderr)
         return 2
@@ -47,7 +54,13 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument("--json", type=Path, metavar="FILE", help="write facts and results there")
         added.add_argument("--plot", type=Path, metavar="FILE", help="draw the results there (.png, .svg, .pdf)")
         added.add_argument("--calls", type=_positive, default=12, help="back-to-back calls of one series")
-        added.add_argument("--time-limit", type=_positive, default=600, metavar="S", help="end the process after that")
+        added.add_argument(
+            "--time-limit",
+            type=_positive,
+            default=600,
+            metavar="S",
+            help="end the process after that; drawing does not count",
+        )
         return added
 
     def group(added: argparse.ArgumentParser) -> argparse.ArgumentParser:

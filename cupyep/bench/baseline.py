@@ -1,7 +1,8 @@
 """What one would do without this library: gather rows with CuPy or NumPy, exchange them by MPI or NCCL, add them up.
 
 Positions are known, as for the kernels of `ep`: no counts are exchanged and no order is computed. Times are of whole
-exchanges on the host's clock, the GPU's work included. The results must equal Buffer's, bit by bit.
+exchanges on the host's clock, the GPU's work included. The results must equal Buffer's, bit by bit. An exchange through
+host memory may take half a second, so a line takes BUDGET_S at most, or three calls.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from cupyep.bench.cases import VERBS, Case
 from cupyep.bench.exchange import exchanges
 from cupyep.bench.ranks import bits
 from cupyep.bench.report import progress
-from cupyep.bench.timing import HostClock, Timing, measure
+from cupyep.bench.timing import REPETITIONS, HostClock, Timing, fitting_calls, measure, measure_slow
 from cupyep.bench.world import World
+
+BUDGET_S = 2.0  # for the calls of one line
 
 
 class Plan:
@@ -69,13 +72,13 @@ def run(world: World, cases: list[Case], calls: int) -> Iterator[dict[str, Any]]
                 continue
             world.on(plans, partial(Plan.check, exchange=exchange))
             for verb in (Plan.dispatch, Plan.combine):
-                timings = world.on(plans, partial(_time, world, verb, exchange, calls))
-                timing = Timing.slowest(world.gather(timings))
+                timing, num_calls = time_of(world, plans, verb, exchange, calls)
                 yield {
                     **common,
                     "name": f"{verb.__name__}, {name}",
                     "scope": "API",
                     **asdict(case),
+                    "num_calls": num_calls,
                     **ep.times(timing),
                     **ep.rates(*moved[verb.__name__], timing),
                 }
@@ -86,9 +89,22 @@ def _parts(x: Any) -> list[Any]:
     return [bits(part) for part in (x if isinstance(x, tuple) else (x,))]
 
 
-def _time(world: World, verb: Callable[..., Any], exchange: Callable[..., Any], calls: int, plan: Plan) -> Timing:
-    def call() -> None:
-        verb(plan, exchange)
-        world.synchronize()
+def time_of(
+    world: World, plans: list[Plan], verb: Callable[..., Any], exchange: Callable[..., Any], calls: int
+) -> tuple[Timing, int]:
+    """Collective: the time of one exchange of every rank, and how many calls its mean is of."""
 
-    return measure([call], [HostClock()], world.align, calls)[0]
+    def measured(method: Callable[..., list[Timing]], count: int) -> Timing:
+        def one(plan: Plan) -> Timing:
+            def call() -> None:
+                verb(plan, exchange)
+                world.synchronize()
+
+            return method([call], [HostClock()], world.align, count)[0]
+
+        return Timing.slowest(world.gather(world.on(plans, one)))
+
+    few = fitting_calls(measured(measure_slow, 1).mean, calls, BUDGET_S)  # of the slowest rank: alike everywhere
+    if few is None:
+        return measured(measure, calls), REPETITIONS * calls
+    return measured(measure_slow, few), few

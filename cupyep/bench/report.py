@@ -90,23 +90,28 @@ def collect(results: Iterable[dict[str, Any]], path: Path | None) -> list[dict[s
         if path is not None and time.monotonic() > written + 2:
             write_json(path, {}, collected)
             written = time.monotonic()
+    if path is not None:
+        write_json(path, {}, collected)
     return collected
 
 
-def publish(results: Sequence[dict[str, Any]], json_path: Path | None, plot_path: Path | None) -> int:
-    """Prints, writes and draws; the exit status, 1 if a step failed."""
+def publish(results: Sequence[dict[str, Any]], path: Path | None) -> dict[str, Any]:
+    """Prints the facts and the results, and writes them to `path`; returns the facts."""
     known = facts()
     print(" · ".join(f"{name} {value}" for name, value in known.items() if value))
     for part in parts(results):
         print(f"\n{table(part)}")
-    if json_path is not None:
-        write_json(json_path, known, results)
-    if plot_path is not None:
-        from cupyep.bench import plot
+    if path is not None:
+        write_json(path, known, results)
+    return known
 
-        gpus = sorted(set(known["gpus"])) or ["no GPU"]
-        plot.draw(plot_path, results, f"cupyep {known['git'] or known['cupyep']}, {', '.join(gpus)}")
-    return int(any(result.get("failed") for result in results))
+
+def draw(results: Sequence[dict[str, Any]], known: dict[str, Any], path: Path) -> None:
+    """The results as a picture, with what they were measured on as its title."""
+    from cupyep.bench import plot
+
+    gpus = sorted(set(known["gpus"])) or ["no GPU"]
+    plot.draw(path, results, f"cupyep {known['git'] or known['cupyep']}, {', '.join(gpus)}")
 
 
 # field of a result -> (heading, format). A table has the columns of which a line has a value.
@@ -120,6 +125,7 @@ COLUMNS = {
     "num_sms": ("SMs", "d"),
     "num_tokens": ("tokens", "d"),
     "hidden": ("hidden", "d"),
+    "num_calls": ("calls", "d"),
     "time_us": ("us", ".1f"),
     "min_us": ("min", ".1f"),
     "p50_us": ("p50", ".1f"),

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 REPETITIONS = 5  # of a series of back-to-back calls; the median counts
+SINGLES = 4  # times as many single calls, for the percentiles, as a series has
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,26 @@ def measure(
     for _ in range(REPETITIONS):
         for mean, seconds in zip(means, _series(actions, clocks, align, calls, every=False), strict=True):
             mean.append(seconds[0] / calls)
-    singles = _series(actions, clocks, align, 4 * calls, every=True)
+    singles = _series(actions, clocks, align, SINGLES * calls, every=True)
     return [Timing.of(mean, single) for mean, single in zip(means, singles, strict=True)]
+
+
+def measure_slow(
+    actions: Sequence[Callable[[], None]], clocks: Sequence[Clock], align: Callable[[], None], calls: int
+) -> list[Timing]:
+    """As measure, from one series: for calls beside which marks and the ranks' different starts are nothing."""
+    singles = _series(actions, clocks, align, calls, every=True)
+    return [Timing.of([float(np.mean(single))], single) for single in singles]
+
+
+def fitting_calls(seconds: float, calls: int, budget_s: float) -> int | None:
+    """How many calls measure_slow should take, if measure with `calls` of `seconds` each takes longer than budget_s.
+
+    None: it does not. Otherwise as many as fit, and three at least.
+    """
+    if ((REPETITIONS + SINGLES) * calls + REPETITIONS + 1) * seconds <= budget_s:
+        return None
+    return max(3, int(budget_s / seconds) - 1)  # the first does not count
 
 
 def _series(

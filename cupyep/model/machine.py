@@ -1,8 +1,8 @@
 """What a GPU can do, as few physical rates.
 
-Measured on an H200 (132 SMs, 1.98 GHz, 4.9 TB/s), see docs/performance.md and `python -m cupyep.bench ceilings`. SM
-rates are bytes per clock, so they scale with the clock; memory and link rates are shares of the nominal ones. On other
-GPUs this is an extrapolation.
+Measured on H200s (132 SMs, 1.98 GHz, 4.9 TB/s, NVLink of 450 GB/s each way), alone, two and four of a host, see
+docs/performance.md and `python -m cupyep.bench ceilings`. SM rates are bytes per clock, so they scale with the clock;
+memory and link rates are shares of the nominal ones. On other GPUs this is an extrapolation.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from cupyep import checks
 from cupyep.model import reals
 
 STORE_BYTES_PER_CLOCK = 30.3  # of an SM: TMA store only, 60 GB/s at 1.98 GHz; the port is 32 bytes wide
+# Of an SM that stores to another GPU: 53 GB/s. Bare stores to a peer do 50, from one SM to six; in PUSH a part of their
+# time is that of the rows' loads, which is counted already. 27 explains PUSH of 7 and 14 KB rows with 1 to 12 SMs.
+REMOTE_STORE_BYTES_PER_CLOCK = 27.0
 LOAD_BYTES_PER_CLOCK = 83.3  # of an SM: TMA load only, 165 GB/s
-PUSH_MEMORY_SHARE = 0.69  # 3,400 GB/s read and written together, when every rank pushes within one memory
+PUSH_MEMORY_SHARE = 0.66  # 3,200 GB/s read and written together, when every rank pushes within one memory
 PULL_MEMORY_SHARE = 0.77  # 3,800 GB/s; reads are cheaper than writes
-LINK_SHARE = 0.84  # 380 of NVLink's 450 GB/s: what all-to-all traffic of packets leaves for payload
+# Of the link's nominal rate, payload in one direction while every rank sends and receives.
+PUSH_LINK_SHARE = 0.70  # 315 of 450 GB/s: PUSH does 310 to 328 beyond its handshake, bare stores 350
+PULL_LINK_SHARE = 0.72  # 324 GB/s: PULL does 317 to 334, bare loads 336 between two GPUs and 325 among four
 
 # NVLink per direction, nominal, by compute capability (NVIDIA's data sheets: half of the bidirectional figure).
 LINK_GBPS = {80: 300.0, 90: 450.0, 100: 900.0}
@@ -48,15 +53,15 @@ class Machine:
 
     @property
     def sm_store_gbps(self) -> float:
-        """What one SM can store."""
+        """What one SM can store in its own GPU's memory."""
         return STORE_BYTES_PER_CLOCK * self.clock_ghz
+
+    @property
+    def sm_remote_store_gbps(self) -> float:
+        """What one SM can store in another GPU's memory."""
+        return REMOTE_STORE_BYTES_PER_CLOCK * self.clock_ghz
 
     @property
     def sm_load_gbps(self) -> float:
         """What one SM can load."""
         return LOAD_BYTES_PER_CLOCK * self.clock_ghz
-
-    @property
-    def usable_link_gbps(self) -> float:
-        """Payload on the wire in one direction."""
-        return LINK_SHARE * self.link_gbps

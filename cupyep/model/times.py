@@ -1,24 +1,25 @@
 """What a dispatch or combine costs: the slowest of SMs, memory and link, plus the handshake.
 
 An SM's time for a row is bytes over the port that moves them, plus a fixed cost for each row. The fixed costs were
-fitted to kernels on an H200 (docs/performance.md: rows of 14,336 and 4,096 bytes, 2 and 4 ranks) and scale with the
-clock; everything else is a rate of Machine.
+fitted to kernels on one H200 (docs/performance.md: 2 and 4 ranks, rows of 14,336 and 4,096 bytes, PULL's of 2,048 too)
+and scale with the clock; the handshake does not; everything else is a rate of Machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cupyep import checks
 from cupyep.model import reals
-from cupyep.model.machine import PULL_MEMORY_SHARE, PUSH_MEMORY_SHARE, Machine
+from cupyep.model.machine import PULL_LINK_SHARE, PULL_MEMORY_SHARE, PUSH_LINK_SHARE, PUSH_MEMORY_SHARE, Machine
 
 # Clocks of one SM. PUSH: the row's load delays the stores of others a little; ids, weights and the turn itself are 30
-# ns. PULL: adding is bound by issue slots: 3.1 ns per KiB of a row and 62 ns for each row, then 10 ns per KiB of sum.
+# ns. PULL: adding is bound by issue slots: 5.7 ns per KiB of a row and 18 ns for each row, then 12 ns per KiB of sum.
 PUSH_ROW_CLOCKS, PUSH_LOAD_BYTES_PER_CLOCK = 59.0, 250.0
-PULL_ROW_CLOCKS, PULL_ADD_BYTES_PER_CLOCK, PULL_OUT_BYTES_PER_CLOCK = 123.0, 163.0, 50.5
-HANDSHAKE_US = 4.8  # posts, then done words: two meetings of all ranks, each like a barrier of 8 ranks (2.4 us)
+PULL_ROW_CLOCKS, PULL_ADD_BYTES_PER_CLOCK, PULL_OUT_BYTES_PER_CLOCK = 36.0, 90.0, 42.0
+# Of a call with next to nothing to move: its launch in a CUDA graph, posts, the way of a first row, done words. PUSH
+# and PULL alike need 10.5 to 11.9 us, with two ranks on a GPU or a GPU for each of two or four; 13 to 16, four on one.
+HANDSHAKE_US = 11.0
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,14 @@ class Traffic:
         return self.num_tokens * self.fan * self.row_bytes
 
     @property
+    def remote_fan(self) -> float:
+        """Those rows of a token that cross a link: to ranks on other GPUs."""
+        return self.fan * (1 - self.ranks_per_device / self.num_ranks)
+
+    @property
     def wire_bytes(self) -> float:
-        """Rows that cross a link: those of ranks on other GPUs."""
-        return self.logical_bytes * (1 - self.ranks_per_device / self.num_ranks)
+        """Rows that cross a link."""
+        return self.num_tokens * self.remote_fan * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -78,39 +84,34 @@ class Estimate:
 
 
 def dispatch_time(traffic: Traffic, num_sms: int, machine: Machine | None = None) -> Estimate:
-    """Time of PUSH: every row is loaded once and stored to each of its destinations."""
+    """Time of PUSH: every row is loaded once and stored to each of its destinations, at another rate on other GPUs."""
     machine = machine or Machine()
-
-    def row_clocks(fan: float, row_bytes: int) -> float:
-        stored = fan * row_bytes * machine.clock_ghz / machine.sm_store_gbps
-        return stored + row_bytes / PUSH_LOAD_BYTES_PER_CLOCK + PUSH_ROW_CLOCKS
-
-    return _estimate(traffic, num_sms, machine, row_clocks, PUSH_MEMORY_SHARE)
+    remote = traffic.remote_fan
+    stored = (traffic.fan - remote) / machine.sm_store_gbps + remote / machine.sm_remote_store_gbps
+    per_byte = stored * machine.clock_ghz + 1 / PUSH_LOAD_BYTES_PER_CLOCK
+    token_clocks = traffic.row_bytes * per_byte + PUSH_ROW_CLOCKS
+    return _estimate(traffic, num_sms, machine, token_clocks, PUSH_MEMORY_SHARE, PUSH_LINK_SHARE)
 
 
 def combine_time(traffic: Traffic, num_sms: int, machine: Machine | None = None) -> Estimate:
     """Time of PULL: a token's rows are loaded from where they lie and added, the sum is written once."""
     machine = machine or Machine()
-
-    def token_clocks(fan: float, row_bytes: int) -> float:
-        loaded = fan * row_bytes * machine.clock_ghz / machine.sm_load_gbps
-        added = fan * (row_bytes / PULL_ADD_BYTES_PER_CLOCK + PULL_ROW_CLOCKS) + row_bytes / PULL_OUT_BYTES_PER_CLOCK
-        return max(loaded, added)
-
-    return _estimate(traffic, num_sms, machine, token_clocks, PULL_MEMORY_SHARE)
+    fan, row_bytes = traffic.fan, traffic.row_bytes
+    loaded = fan * row_bytes * machine.clock_ghz / machine.sm_load_gbps
+    added = fan * (row_bytes / PULL_ADD_BYTES_PER_CLOCK + PULL_ROW_CLOCKS) + row_bytes / PULL_OUT_BYTES_PER_CLOCK
+    return _estimate(traffic, num_sms, machine, max(loaded, added), PULL_MEMORY_SHARE, PULL_LINK_SHARE)
 
 
 def _estimate(
-    traffic: Traffic, num_sms: int, machine: Machine, clocks: Callable[[float, int], float], memory_share: float
+    traffic: Traffic, num_sms: int, machine: Machine, token_clocks: float, memory_share: float, link_share: float
 ) -> Estimate:
-    """Both directions touch memory alike: one row on the token's side, `fan` rows on the experts' side."""
+    """token_clocks: an SM's. Both directions touch memory alike: one row on the token's side, `fan` on the experts'."""
     checks.integer("num_sms", num_sms, 1)
-    tokens, fan, row_bytes = traffic.num_tokens, traffic.fan, traffic.row_bytes
-    moved = tokens * row_bytes * (1 + fan) * traffic.ranks_per_device  # bytes through one GPU's memory
+    moved = traffic.num_tokens * traffic.row_bytes * (1 + traffic.fan) * traffic.ranks_per_device  # in one GPU's memory
     terms = {
-        "SMs": tokens * clocks(fan, row_bytes) / (num_sms * machine.clock_ghz * 1e9),
+        "SMs": traffic.num_tokens * token_clocks / (num_sms * machine.clock_ghz * 1e9),
         "memory": moved / (memory_share * machine.memory_gbps * 1e9),
         # Ranks of one GPU share its link. What they send is what they receive, so one direction decides.
-        "link": traffic.wire_bytes * traffic.ranks_per_device / (machine.usable_link_gbps * 1e9),
+        "link": traffic.wire_bytes * traffic.ranks_per_device / (link_share * machine.link_gbps * 1e9),
     }
     return Estimate(max(terms.values()) + HANDSHAKE_US * 1e-6, terms)

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupyep.bench import barrier, low_latency, options, plot, report, timed
+from cupyep.bench import barrier, baseline, low_latency, options, report, timed
 from cupyep.bench.sweep import prediction_note
-from cupyep.bench.timing import Timing, measure
+from cupyep.bench.timing import Timing, fitting_calls, measure, measure_slow
 
 
 def bench(*arguments: str, status: int = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -61,6 +61,34 @@ def test_series_leave_the_first_call_out():
     one, other = measure([action], [FakeClock(calls, 2.0), FakeClock(calls, 3.0)], align, 10)
     assert one == Timing(2.0, 2.0, 2.0, 2.0) and other == Timing(3.0, 3.0, 3.0, 3.0)
     assert aligned == [6] and calls == [5 * 11 + 41]
+
+
+def test_slow_calls_are_few():
+    """102 calls of 12 a series: 10 ms each fit two seconds, 20 ms do not."""
+    assert fitting_calls(0.010, 12, 2.0) is None
+    assert [fitting_calls(seconds, 12, 2.0) for seconds in (0.02, 0.1, 0.42, 5.0)] == [99, 19, 3, 3]
+    calls = [0]
+
+    def action() -> None:
+        calls[0] += 1
+
+    [timing] = measure_slow([action], [FakeClock(calls, 2.0)], lambda: None, 3)
+    assert timing == Timing(2.0, 2.0, 2.0, 2.0) and calls == [4]
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(1e-3, 60), (0.5, 3)])
+def test_baseline_takes_as_many_calls_as_fit(seconds, expected, monkeypatch):
+    now = [0.0]
+
+    def exchange() -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("cupyep.bench.timing.time.perf_counter", lambda: now[0])
+    world = SimpleNamespace(align=lambda: None, synchronize=lambda: None, gather=lambda values: values)
+    world.on = lambda plans, function: [function(plan) for plan in plans]
+    timing, num_calls = baseline.time_of(world, [None], lambda plan, exchange: exchange(), exchange, 12)
+    assert num_calls == expected and timing.mean == pytest.approx(seconds)
+    assert now[0] < 2 * baseline.BUDGET_S
 
 
 # --- what comes out --------------------------------------------------------------------------------------------------
@@ -149,28 +177,6 @@ RESULTS = [
      "predicted_us": 1.0, "us_per_mb": 20.0 / sms}
     for verb in ("dispatch", "combine") for ranks in (2, 4) for sms in (1, 2, 8) for tokens in (64, 128)
 ]  # fmt: skip
-
-
-def test_curves_differ_in_one_thing_alone():
-    curves = plot.curves(RESULTS, "num_sms", "logical_gbps")
-    assert len(curves) == 8 and all([point["num_sms"] for point in points] == [1, 2, 8] for points in curves.values())
-    assert "dispatch kernel, num_tokens 64, num_ranks 2".replace("num_", "") in {
-        name.replace("num_", "") for name in curves
-    }
-    assert plot.curves(RESULTS[:1], "num_sms", "logical_gbps") == {}
-
-
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_plots_are_written(kind, tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"plot.{kind}"
-    assert plot.draw(path, RESULTS, "title") == ["bandwidth", "latency", "cost of ranks"]
-    head = path.read_bytes()[:300]
-    assert head.startswith(b"\x89PNG") if kind == "png" else b"<svg" in path.read_bytes()
-    ceilings = [{"benchmark": "ceilings", "name": "TMA store", "num_sms": sms, "gbps": 60.0 * sms} for sms in (1, 8)]
-    assert plot.draw(path, ceilings, "title") == ["hardware"]
-    with pytest.raises(ValueError, match="--plot: expected results along SMs"):
-        plot.draw(path, RESULTS[:1], "title")
 
 
 def test_prediction_note():

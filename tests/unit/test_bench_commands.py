@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from test_bench import RESULTS, SMALL, bench
@@ -43,6 +44,28 @@ def test_cuda_without_a_gpu(command):
 def test_time_limit_ends_the_process():
     done = bench("sweep", "--ranks", "2", "--backend", "numpy", "--time-limit", "3", status=1, timeout=60)
     assert "Timeout" in done.stderr
+
+
+def test_drawing_has_a_time_of_its_own(tmp_path, monkeypatch, capsys):
+    """When it begins, the table is printed, the file is written, and the limit is another."""
+    limits, path = [], tmp_path / "x.json"
+    watch = SimpleNamespace(
+        dump_traceback_later=lambda seconds, exit: limits.append(seconds),
+        cancel_dump_traceback_later=lambda: limits.append(None),
+    )
+    monkeypatch.setattr(__main__, "faulthandler", watch)
+    monkeypatch.setattr(__main__.env, "set_default_connections", lambda: None)
+
+    def draw(results, known, plot):
+        assert json.loads(path.read_text())["results"] == results and known["cupyep"]
+        assert "dispatch, cached" in capsys.readouterr().out and limits == [77, __main__.PLOT_S]
+        plot.write_text("drawn")
+
+    monkeypatch.setattr(__main__.report, "draw", draw)
+    files = ("--json", str(path), "--plot", str(tmp_path / "x.png"))
+    pytest.importorskip("matplotlib")
+    assert __main__.main(["barrier", "--ranks", "2", "--tokens", "1", "2", *SMALL, *files, "--time-limit", "77"]) == 0
+    assert (tmp_path / "x.png").read_text() == "drawn" and limits[-1] is None
 
 
 @pytest.mark.parametrize(
