@@ -79,16 +79,16 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
 def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan:
     """PULL: groups of consumer warps, each with a loader and a ring of slots.
 
-    Adding is bound by the SM's issue slots, so threads take many vectors (seven: four warps take a row of 14,336 bytes)
-    and there are as many groups as registers allow. Longer rows are split by columns. A slot takes all rows of a token,
+    Adding is bound by the SM's issue slots, so threads take many vectors (seven: four warps take a row of 14,336 bytes),
+    all of them the same number if that can be, and there are as many groups as registers allow. Longer rows are split by columns. A slot takes all rows of a token,
     or four, where rings of three such slots leave room for enough groups; else each row has a slot of its own.
     """
     row_bytes = shape.rows.row_bytes
-    num_chunks = math.ceil(row_bytes / 14336)
+    num_chunks = _exact(math.ceil(row_bytes / 14336), row_bytes, 512)
     chunk_bytes = row_bytes if num_chunks == 1 else layout.align(math.ceil(row_bytes / num_chunks))
     slot_bytes = layout.align(chunk_bytes)
     num_vecs = math.ceil(chunk_bytes / 16)
-    consumer_warps = math.ceil(num_vecs / (32 * 7))
+    consumer_warps = _exact(math.ceil(num_vecs / (32 * 7)), num_vecs, 32)
     vecs_per_thread = math.ceil(num_vecs / (32 * consumer_warps))
     available = smem_limit - _STATIC_BYTES - 16 * num_ranks
     rows_per_slot, most_groups = min(num_ranks, 4), max(1, min(8, 15 // (consumer_warps + 1)))
@@ -118,6 +118,11 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kPullThreads": num_threads,
     }
     return Plan(constants, num_threads, smem)
+
+
+def _exact(fewest: int, size: int, unit: int) -> int:
+    """The first number from `fewest` to its double that divides `size` into whole units, else `fewest`."""
+    return next((number for number in range(fewest, 2 * fewest + 1) if size % (number * unit) == 0), fewest)
 
 
 def arrange_plans() -> dict[str, Plan]:
