@@ -30,7 +30,7 @@ class LowLatencyVerbs(Group):
     ) -> int:
         """Bytes of num_rdma_bytes that hold the receive regions of this shape: 16-bit tokens, any num_topk. Local."""
         num_experts = checks.num_experts(num_experts, checks.integer("num_ranks", num_ranks, 1, abi.MAX_RANKS))
-        tokens = low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, 0, 1)
+        tokens = low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, 0, 1, num_experts)
         hidden = checks.integer("hidden", hidden, 1)
         return size_hint(LowLatencyShape(num_ranks, tokens, hidden, np.dtype(np.float16), abi.MAX_TOPK, num_experts))
 
@@ -57,7 +57,7 @@ class LowLatencyVerbs(Group):
             topk_idx: `[num_tokens, num_topk]` int32 or int64 global expert ids, -1 for none; num_topk 1..32. An expert
                 that a token lists twice gets it once.
             num_max_dispatch_tokens_per_rank: the most tokens of any rank, equal on all, 1..4096;
-                times num_topk at most 32768.
+                times num_topk at most 32768; rounded up to a multiple of 32, times num_experts at most 262144.
             num_experts: of all ranks together.
             cumulative_local_expert_recv_stats: contiguous `[num_local_experts]` int32 of this backend, to which
                 recv_count is added, or None.
@@ -90,13 +90,15 @@ class LowLatencyVerbs(Group):
             topk_weights = backend.asarray("topk_weights", topk_weights)
             checks.topk_weights(topk_weights, tuple(topk_idx.shape))
         low_latency_checks.casts(x.shape[1], use_fp8, round_scale, use_ue8m0)
+        num_tokens, num_topk = topk_idx.shape
+        num_experts = checks.num_experts(num_experts, self.size)
         shape = LowLatencyShape(
             self.size,
-            low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, x.shape[0], topk_idx.shape[1]),
+            low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, num_tokens, num_topk, num_experts),
             x.shape[1],
             x.dtype,
-            topk_idx.shape[1],
-            checks.num_experts(num_experts, self.size),
+            num_topk,
+            num_experts,
             use_fp8,
             round_scale,
             use_ue8m0,

@@ -182,19 +182,44 @@ __device__ __forceinline__ bool is_first(u32 value, bool valid) {
 __device__ __forceinline__ u32 warp_index() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
 __device__ __forceinline__ u32 num_warps() { return blockDim.x / 32 * gridDim.x; }
 
-// Whole warps: load(unit, &item), then use(item), for this warp's units below num_units; the next item is on its way while
-// one is used. Two items take turns, as a copy of one would wait for its loads.
+// This warp's part of `count` things: [begin, end). Neighbours belong together, so that what is known of a row serves for
+// many shares of it; the first warps get one more.
+struct Range {
+  u32 begin, end;
+
+  __device__ __forceinline__ explicit Range(u32 count) {
+    const u32 warp = warp_index(), least = count / num_warps(), more = count % num_warps();
+    begin = warp * least + min(warp, more);
+    end = begin + least + (warp < more);
+  }
+};
+
+// Whole warps: load(i, &item), then use(i, item), for i in [i, end); the next item is on its way while one is used. Two
+// items take turns, as a copy of one would wait for its loads.
 template <class Item, class Load, class Use>
-__device__ __forceinline__ void for_units(u32 num_units, Load load, Use use) {
-  const u32 step = num_warps();
+__device__ __forceinline__ void for_items(u32 i, u32 end, Load load, Use use) {
   Item even, odd;
-  u32 unit = warp_index();
-  if (unit < num_units) load(unit, even);
-  for (; unit < num_units; unit += 2 * step) {
-    if (unit + step < num_units) load(unit + step, odd);
-    use(even);
-    if (unit + 2 * step < num_units) load(unit + 2 * step, even);
-    if (unit + step < num_units) use(odd);
+  if (i < end) load(i, even);
+  for (; i < end; i += 2) {
+    if (i + 1 < end) load(i + 1, odd);
+    use(i, even);
+    if (i + 2 < end) load(i + 2, even);
+    if (i + 1 < end) use(i + 1, odd);
+  }
+}
+
+// Whole warps: load(row, &item), then use(row, its parts [first, last), item), for the rows that `shares` belong to. The
+// next item is on its way while one is used: a row has work enough for one to be enough.
+template <class Item, class Load, class Use>
+__device__ __forceinline__ void for_rows(Range shares, Load load, Use use) {
+  Item next;
+  if (shares.begin < shares.end) load(shares.begin / cfg::kParts, next);
+  for (u32 i = shares.begin; i < shares.end;) {
+    const u32 row = i / cfg::kParts, first = i % cfg::kParts, last = min(first + shares.end - i, static_cast<u32>(cfg::kParts));
+    const Item item = next;
+    i += last - first;
+    if (i < shares.end) load(row + 1, next);
+    use(row, first, last, item);
   }
 }
 

@@ -75,7 +75,7 @@ __device__ __forceinline__ void send_part_fp8(const u8* x, u32 part, u64 row, u6
 // What the receivers need to know of the token, to the lanes of `leaders`; lane k has column k.
 __device__ void send_meta(const Params& p, const Ids& ids, u32 token, u16 expert, u32 rank, u64 meta, u32 leaders) {
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk;
-  const u32 entry = place_at_expert(p, ids, token, expert) << cfg::kExpertBits | expert % p.ll.num_local_experts;
+  const u32 entry = place_at_expert(ids, token, expert) << cfg::kExpertBits | expert % p.ll.num_local_experts;
   float weight = 0.0f;
   if (p.ll.with_weights && lane < num_topk) weight = reinterpret_cast<const float*>(p.topk_weights)[token * num_topk + lane];
   for (u32 left = leaders; left != 0; left &= left - 1) {
@@ -97,23 +97,26 @@ __device__ bool send(const Params& p, u8* smem, u32 epoch) {
   read_ids(p, ids, goes, totals);
   if (blockIdx.x == 0) send_counts(p, ids, goes);
 
-  for (u32 unit = warp_index(); unit < p.ll.num_tokens * cfg::kParts; unit += num_warps()) {
-    const u32 token = unit / cfg::kParts, part = unit % cfg::kParts;
-    const u16 expert = lane < num_topk ? ids.experts[token * num_topk + lane] : kNoExpert;
+  const auto expert_of = [&](u32 token, u16& expert) {
+    expert = lane < num_topk ? ids.experts[token * num_topk + lane] : kNoExpert;
+  };
+  for_rows<u16>(Range(p.ll.num_tokens * cfg::kParts), expert_of, [&](u32 token, u32 first, u32 last, u16 expert) {
     const u32 rank = expert != kNoExpert ? expert / p.ll.num_local_experts : kNone;
     const bool leads = is_first(rank, rank != kNone && goes[rank]);
     const u32 leaders = __ballot_sync(kAll, leads);
-    const u64 row = static_cast<u64>(p.sync.rank) * p.ll.max_tokens + place_at_rank(ids, token, rank, leaders);
+    const u64 row = static_cast<u64>(p.sync.rank) * p.ll.max_tokens + (leads ? place_at_rank(ids, token, rank) : 0);
     u8* to = leads ? region(p.sync, p.ll, rank) : nullptr;
     const u8* x = reinterpret_cast<const u8*>(p.x) + static_cast<u64>(token) * cfg::kRowBytes;
     const u64 wire_row = reinterpret_cast<u64>(to) + row * cfg::kWireBytes;
-    if constexpr (cfg::kFp8) {
-      send_part_fp8(x, part, wire_row, reinterpret_cast<u64>(to) + p.ll.scales_offset + row * (4 * cfg::kScaleWords), leaders);
-    } else {
-      send_part(x, part, wire_row, leaders);
+    if (first == 0) send_meta(p, ids, token, expert, rank, reinterpret_cast<u64>(meta_of(p, to, row)), leaders);
+    for (u32 part = first; part < last; ++part) {
+      if constexpr (cfg::kFp8) {
+        send_part_fp8(x, part, wire_row, reinterpret_cast<u64>(to) + p.ll.scales_offset + row * (4 * cfg::kScaleWords), leaders);
+      } else {
+        send_part(x, part, wire_row, leaders);
+      }
     }
-    if (part == 0) send_meta(p, ids, token, expert, rank, reinterpret_cast<u64>(meta_of(p, to, row)), leaders);
-  }
+  });
   publish(p.sync, p.ll, cfg::kArrivalRows, epoch, totals);
   return true;
 }
@@ -125,7 +128,7 @@ __device__ void read_counts(const Params& p, const u32* num_rows, u32* begin) {
   for (u32 expert = threadIdx.x; expert < num_local; expert += blockDim.x) {
     u32 sum = 0;
     for (u32 source = 0; source < cfg::kNumRanks; ++source) {
-      const u32 count = num_rows[source] != 0 ? counts_of(p, p.sync.rank, source)[expert] : 0;
+      const u32 told = counts_of(p, p.sync.rank, source)[expert], count = num_rows[source] != 0 ? told : 0;
       begin[source * num_local + expert] = sum;
       if (blockIdx.x == 0) {
         reinterpret_cast<u64*>(p.layout_range)[expert * cfg::kNumRanks + source] = static_cast<u64>(sum) << 32 | count;
@@ -143,20 +146,29 @@ __device__ void read_counts(const Params& p, const u32* num_rows, u32* begin) {
   __syncthreads();
 }
 
-// A share of a row that has come: this lane's vectors, and in lane k the entry of column k of its meta words.
+constexpr u32 kScaleRounds = cfg::kFp8 ? (cfg::kScaleWords + 31) / 32 : 1;  // of a warp, to move a row's scales
+
+// A share of a row that has come: this lane's vectors, in lane k the entry of column k of its meta words, and the scales
+// if it is the row's first share.
 struct Share {
   WireVec batch[kBatch];
-  u32 source, row, part, entry;
+  u32 source, row, part, entry, scales[kScaleRounds];
 };
 
-// Share number `unit` of all those that this rank receives.
-__device__ __forceinline__ void fetch(const Params& p, const u32* starts, u8* from, u32 unit, Share& share) {
-  const u32 lane = threadIdx.x % 32, number = unit / cfg::kParts;
-  share.part = unit % cfg::kParts;
+// Share `index` of all those that this rank receives.
+__device__ __forceinline__ void fetch(const Params& p, const u32* starts, u8* from, u32 index, Share& share) {
+  const u32 lane = threadIdx.x % 32, number = index / cfg::kParts;
+  share.part = index % cfg::kParts;
   share.source = source_of(starts, number);
   share.row = share.source * p.ll.max_tokens + number - starts[share.source];
   load_part<cfg::kWireVecBytes, cfg::kWireBytes>(share.batch, from + static_cast<u64>(share.row) * cfg::kWireBytes, share.part);
   share.entry = lane < p.ll.num_topk ? meta_of(p, from, share.row)[1 + lane] : kNone;
+  if (share.part != 0) return;
+  const u32* scales = reinterpret_cast<const u32*>(from + p.ll.scales_offset) + static_cast<u64>(share.row) * cfg::kScaleWords;
+#pragma unroll
+  for (u32 i = 0; i < kScaleRounds; ++i) {
+    if (i * 32 + lane < cfg::kScaleWords) share.scales[i] = scales[i * 32 + lane];
+  }
 }
 
 // A share that has come, to the rows of its token's experts; the row's first share takes scales and tables along.
@@ -178,9 +190,11 @@ __device__ __forceinline__ void distribute(const Params& p, const u32* begin, u8
     store_part<cfg::kWireVecBytes, cfg::kWireBytes>(share.batch, row, share.part);
     if (cfg::kFp8 && share.part == 0) {  // scales of an expert: [kScaleWords][expert_rows], as grouped GEMMs load them
       const u64 theirs = __shfl_sync(kAll, expert, owner), column = __shfl_sync(kAll, place, owner);
-      const u32* scales = reinterpret_cast<const u32*>(from + p.ll.scales_offset) + static_cast<u64>(share.row) * cfg::kScaleWords;
-      for (u32 word = lane; word < cfg::kScaleWords; word += 32) {
-        reinterpret_cast<u32*>(p.recv_scales)[(theirs * cfg::kScaleWords + word) * expert_rows + column] = scales[word];
+#pragma unroll
+      for (u32 i = 0; i < kScaleRounds; ++i) {
+        const u32 word = i * 32 + lane;
+        if (word >= cfg::kScaleWords) break;
+        reinterpret_cast<u32*>(p.recv_scales)[(theirs * cfg::kScaleWords + word) * expert_rows + column] = share.scales[i];
       }
     }
   }
@@ -202,9 +216,10 @@ __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
   read_counts(p, num_rows, begin);
 
   u8* from = region(p.sync, p.ll, p.sync.rank);
-  for_units<Share>(
-      starts[cfg::kNumRanks] * cfg::kParts, [&](u32 unit, Share& share) { fetch(p, starts, from, unit, share); },
-      [&](const Share& share) { distribute(p, begin, from, share); });
+  const Range shares(starts[cfg::kNumRanks] * cfg::kParts);
+  for_items<Share>(
+      shares.begin, shares.end, [&](u32 number, Share& share) { fetch(p, starts, from, number, share); },
+      [&](u32, const Share& share) { distribute(p, begin, from, share); });
   return true;
 }
 

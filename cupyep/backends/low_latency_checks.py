@@ -6,18 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from cupyep import checks
+from cupyep import checks, layout
 
 MAX_TOKENS = 4096  # of a rank in one call
-MAX_IDS = 32768  # num_tokens * num_topk: every CTA keeps all ids in shared memory
+# Every CTA keeps all ids in shared memory, and a bit for each token and expert.
+MAX_IDS = 32768  # num_tokens * num_topk
+MAX_LISTINGS = 262144  # num_tokens, rounded up to a multiple of 32, * num_experts
 
 
-def max_tokens(value: Any, num_tokens: int, num_topk: int) -> int:
+def max_tokens(value: Any, num_tokens: int, num_topk: int, num_experts: int) -> int:
     """`value`, the most tokens of any rank, which are not too many and no fewer than ours."""
     name = "num_max_dispatch_tokens_per_rank"
     most = checks.integer(name, value, 1, MAX_TOKENS)
     if most * num_topk > MAX_IDS:
         raise ValueError(f"{name} * num_topk: expected at most {MAX_IDS}, got {most} * {num_topk}")
+    if layout.align(most, 32) * num_experts > MAX_LISTINGS:
+        raise ValueError(f"{name} * num_experts: expected at most {MAX_LISTINGS}, got {most} * {num_experts}")
     if num_tokens > most:
         raise ValueError(f"num_tokens: expected at most {name} = {most}, got {num_tokens}")
     return most

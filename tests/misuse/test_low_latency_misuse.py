@@ -30,6 +30,10 @@ def misuse(comm, backend):
                 {"num_max_dispatch_tokens_per_rank": 5000},
                 "num_max_dispatch_tokens_per_rank: expected 1..4096, got 5000",
             ),
+            (
+                {"num_max_dispatch_tokens_per_rank": 2049, "num_experts": 128},
+                r"num_max_dispatch_tokens_per_rank \* num_experts: expected at most 262144, got 2049 \* 128",
+            ),
             ({"num_experts": 7}, "num_experts: expected a multiple of the 2 ranks, got 7"),
             ({"x": x[:, :100]}, "hidden: expected a multiple of 128 for these scales, got 100"),
             ({"use_ue8m0": True, "round_scale": True}, "hidden: expected a multiple of 512 for these scales, got 128"),

@@ -37,6 +37,8 @@ RUNS = {
     "three ranks, one empty, -1": Run(job(num_ranks=3, tokens=(4, 0, 7), num_topk=3, routing="some -1"), rounds=2),
     "two slots": Run(job(split=True, travel=False, tokens=(3, 3)), slots=2, rounds=2, overlap=True),
     "odd rows": Run(job(travel=False, hidden=25, dtype="float16", num_topk=4, num_local_experts=4)),
+    "rows of two shares": Run(job(travel=False, hidden=97, dtype="float16", tokens=(2, 3)), num_ctas=1),
+    "fp8 rows of two shares": Run(job("plain", hidden=2048, tokens=(2, 1)), num_ctas=1),
     "duplicates": Run(job("plain", num_ranks=3, tokens=(3, 5, 1), num_topk=4, routing="duplicates")),
     "nowhere": Run(job(tokens=(2, 2), routing="nowhere", travel=False)),
     "many tokens": Run(job(tokens=(40, 33), hidden=16, num_local_experts=5), num_ctas=1),

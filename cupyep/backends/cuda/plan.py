@@ -80,8 +80,9 @@ def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
     """PULL: groups of consumer warps, each with a loader and a ring of slots.
 
     Adding is bound by the SM's issue slots, so threads take many vectors (seven: four warps take a row of 14,336 bytes),
-    all of them the same number if that can be, and there are as many groups as registers allow. Longer rows are split by columns. A slot takes all rows of a token,
-    or four, where rings of three such slots leave room for enough groups; else each row has a slot of its own.
+    all of them as many if that can be, and there are as many groups as registers allow. Longer rows are split by
+    columns. A slot takes all rows of a token, or four, where rings of three such slots leave room for enough groups;
+    else each row has a slot of its own.
     """
     row_bytes = shape.rows.row_bytes
     num_chunks = _exact(math.ceil(row_bytes / 14336), row_bytes, 512)
@@ -188,6 +189,6 @@ def low_latency_plan(operation: abi.Operation, shape: LowLatencyShape) -> Plan:
         "kParts": math.ceil(vecs / 2),
         "kThreads": 512,
     }
-    words = shape.num_experts + num_tokens * math.ceil(shape.num_ranks / 32)  # of Ids; the receive half takes fewer
+    words = (shape.num_experts + shape.num_ranks) * math.ceil(num_tokens / 32)  # of Ids; the receive half takes fewer
     smem = 4 * words + 2 * num_tokens * num_topk if operation == abi.Operation.LOW_LATENCY_DISPATCH else 0
     return Plan(constants, 512, smem)
