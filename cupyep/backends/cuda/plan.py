@@ -79,7 +79,7 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
 def pull_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan:
     """PULL: groups of consumer warps, each with a loader and a ring of slots.
 
-    Adding is bound by the SM's issue slots, so threads take many vectors (seven: four warps take a row of 14,336 bytes),
+    Adding is bound by the SM's issue slots, so threads take many vectors (seven: four warps take rows of 14,336 bytes),
     all of them as many if that can be, and there are as many groups as registers allow. Longer rows are split by
     columns. A slot takes all rows of a token, or four, where rings of three such slots leave room for enough groups;
     else each row has a slot of its own.
