@@ -1,6 +1,6 @@
 """Small dispatches and combines for compute-sanitizer: `sanitizer_case.py [NUM_RANKS]`, threads, one by default.
 
-Rows of a few bytes, of a whole slot, and of several chunks; some tokens and none; both movers.
+Rows of a few bytes, of a whole slot, and of several chunks; some tokens and none; both movers; the low-latency mode.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # multirank, which gpu_helpers imports
 
 from gpu_helpers import Traffic, check, open_buffer
+from multirank import low_latency
 
 import cupyep
 
@@ -29,7 +30,14 @@ def small(comm: Any) -> None:
                 buffer.barrier()
 
 
+def low_latency_jobs(num_ranks: int) -> tuple[low_latency.Job, ...]:
+    cases = (low_latency.small_case(num_ranks=num_ranks, hidden=hidden) for hidden in (128, 97, 2048))
+    as_it_is, odd, long = cases
+    return low_latency.Job(as_it_is, travel=False), low_latency.Job(odd, split=True), low_latency.Job(long, fp8="plain")
+
+
 def main(num_ranks: int) -> None:
+    cupyep.run_local(low_latency.run_jobs, num_ranks, low_latency_jobs(num_ranks), "cuda", timeout_s=240)
     for mover in ("auto", "vector"):
         os.environ["CUPYEP_MOVER"] = mover
         cupyep.run_local(small, num_ranks, timeout_s=240)

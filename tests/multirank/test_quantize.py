@@ -39,7 +39,7 @@ def test_against_the_oracle(shape, dtype, form, backend):
     checks.assert_bits("data", data, codes)
     checks.assert_bits("scales", scales, fp8_reference.pack_exponents(expected) if form == "ue8m0" else expected)
     for wide in DTYPES.values():
-        again = cupyep.dequantize_fp8(data, checks.namespace(backend).asfortranarray(scales), block, wide)
+        again = cupyep.dequantize_fp8(data, scales.T.copy().T, block, wide)
         checks.assert_bits("dequantized", again, fp8_reference.dequantize(codes, expected, block, wide))
 
 
