@@ -31,7 +31,9 @@ def small(comm: Any) -> None:
 
 
 def low_latency_jobs(num_ranks: int) -> tuple[low_latency.Job, ...]:
-    cases = (low_latency.small_case(num_ranks=num_ranks, hidden=hidden) for hidden in (128, 97, 2048))
+    cases = (
+        low_latency.small_case(num_ranks=num_ranks, hidden=hidden, num_local_experts=4) for hidden in (128, 97, 2048)
+    )
     as_it_is, odd, long = cases
     return low_latency.Job(as_it_is, travel=False), low_latency.Job(odd, split=True), low_latency.Job(long, fp8="plain")
 
