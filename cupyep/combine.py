@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyep import checks
-from cupyep.backends.base import Outputs
+from cupyep.backends.shapes import Outputs
 from cupyep.group import Group
 from cupyep.handle import CombineResult, Handle
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from cupyep import checks
-from cupyep.backends.base import Form, Run, Tokens
+from cupyep.backends.base import Form, Run
+from cupyep.backends.shapes import Tokens
 from cupyep.group import Group
 from cupyep.handle import DispatchResult, Handle
 

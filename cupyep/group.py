@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cupyep import abi, backends, checks
-from cupyep.backends.base import Outputs, Run, Tokens
+from cupyep.backends.base import Run
+from cupyep.backends.shapes import Outputs, Tokens
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
 from cupyep.errors import ArenaExhaustedError, CupyepError, MismatchError, PeerError, PeerTimeoutError, StateError

@@ -11,7 +11,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from cupyep.abi import AbortKind, Operation
-from cupyep.backends.base import Capacity, Run, Shape
+from cupyep.backends.base import Capacity, Run
 from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.arrays import asarray, aswritable
@@ -24,6 +24,7 @@ from cupyep.backends.cuda.launcher import Launcher
 from cupyep.backends.cuda.low_latency import CudaLowLatency
 from cupyep.backends.cuda.meetings import Meetings
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
+from cupyep.backends.shapes import Shape
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import PeerError

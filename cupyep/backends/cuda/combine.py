@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from cupyep.abi import Operation
-from cupyep.backends.base import Outputs, Run, Shape
+from cupyep.backends.base import Run
 from cupyep.backends.cuda.arrays import plain
 from cupyep.backends.cuda.blocks import offsets
 from cupyep.backends.cuda.launcher import CudaHandle
 from cupyep.backends.cuda.session import Session
+from cupyep.backends.shapes import Outputs, Shape
 from cupyep.errors import ArenaExhaustedError
 
 

@@ -17,12 +17,13 @@ import numpy as np
 from cupy.cuda import runtime
 
 from cupyep.abi import Operation, Verdict
-from cupyep.backends.base import Form, Run, Shape, Tokens
+from cupyep.backends.base import Form, Run
 from cupyep.backends.cuda.arena import Block
 from cupyep.backends.cuda.arrays import plain
 from cupyep.backends.cuda.blocks import offsets, received
 from cupyep.backends.cuda.launcher import CudaHandle, Routing
 from cupyep.backends.cuda.session import Session
+from cupyep.backends.shapes import Shape, Tokens
 from cupyep.errors import ArenaExhaustedError, CupyepError
 
 _ANY = 2**32 - 1  # capacity in COUNT of an arena that is yet to be sized; tokens, where any number will do
@@ -49,7 +50,7 @@ class Dispatch(Session):
             blocks: dict[str, Block] | ArenaExhaustedError = {}
             if ready:
                 blocks, capacity = self._blocks_ahead(shape, fixed, free, current)
-                routing = replace(routing, capacity=capacity)
+                routing = routing._replace(capacity=capacity)
             with self._launching(Operation.COUNT, current):
                 most_tokens = _ANY if fixed else self.capacity.max_tokens_per_rank
                 self._launcher.count(shape, routing, sent.topk_idx, most_tokens, free, form)
@@ -66,7 +67,7 @@ class Dispatch(Session):
                     blocks = {}  # whoever keeps the error must not keep them
                     raise
             num_recv = fixed or sum(counted.rows)  # type: ignore[union-attr]
-            routing = replace(routing, capacity=num_recv)
+            routing = routing._replace(capacity=num_recv)
             if counted and (not ready or counted.verdict == Verdict.GROW):
                 blocks = {}  # of an arena that may be replaced now
                 self.prepare(shape, counted.most_tokens, fixed)
@@ -137,7 +138,7 @@ class Dispatch(Session):
         """What was received, as the caller wants it; copies are made in the communication stream's order."""
         if handle.expert_rows is not None:
             x, scales = (self._experts.expand(part, handle, form.zero_gaps, current) for part in (came.x, came.scales))
-            came = replace(came, x=x, scales=scales)
+            came = came._replace(x=x, scales=scales)
 
         def copy(array: Any, order: str = "C") -> Any:
             result = self._blocks.lent(array.shape, array.dtype, current, order)
@@ -145,9 +146,10 @@ class Dispatch(Session):
             return result
 
         if form.copy and handle.expert_rows is not None:
-            came = replace(Tokens(None, None, came.topk_idx, came.topk_weights).map(copy), x=came.x, scales=came.scales)
+            copies = Tokens(None, None, came.topk_idx, came.topk_weights).map(copy)
+            came = copies._replace(x=came.x, scales=came.scales)
         elif form.copy:
             came = came.map(copy)
         if came.scales is not None and form.scales_order == "F":
-            came = replace(came, scales=copy(came.scales, "F"))
+            came = came._replace(scales=copy(came.scales, "F"))
         return came

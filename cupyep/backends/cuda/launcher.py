@@ -6,20 +6,22 @@ Nothing here waits, but for `counted`. The order of one rank's launches is the o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from cupyep import abi, layout
 from cupyep.abi import AbortKind, Operation, Status, Verdict
-from cupyep.backends.base import Form, Shape, Tokens
+from cupyep.backends.base import Form
 from cupyep.backends.cuda.arena import Arena, abort_word
-from cupyep.backends.cuda.kernels import Call, Kernels
+from cupyep.backends.cuda.kernels import Call, Kernel, Kernels
+from cupyep.backends.shapes import Shape, Tokens
 from cupyep.backends.verdict import abort_error, signature_mismatch
 from cupyep.comm import Communicator
 from cupyep.errors import ArenaExhaustedError, CupyepError
 from cupyep.handle import Handle
+from cupyep.structs import Struct
 
 COUNT, OTHERS = 0, 1  # the two host records
 
@@ -27,8 +29,7 @@ COUNT, OTHERS = 0, 1  # the two host records
 Where = dict[str, int] | ArenaExhaustedError
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Where the tokens of one dispatch go, on the GPU.
 
     order: `[num_tokens, num_ranks]` int32, a token's place among this rank's tokens for that rank, or -1;
@@ -100,19 +101,31 @@ class Launcher:
             "timeout_ns": int((timeout_s or 0) * 1e9),
             "rank": comm.rank,
         }
-        normal, barrier = ({**sync, "channel": channel} for channel in (layout.Channel.NORMAL, layout.Channel.BARRIER))
-        self._count, self._push, self._pull = (
-            Call(params, normal) for params in (abi.COUNT_PARAMS, abi.PUSH_PARAMS, abi.PULL_PARAMS)
-        )
-        self._agree, self._barrier = Call(abi.BARRIER_PARAMS, normal), Call(abi.BARRIER_PARAMS, barrier)
-        self._abort = Call(abi.ABORT_PARAMS, normal)
+        self._sync = {**sync, "channel": layout.Channel.NORMAL}
+        self._counts: dict[Shape, Call] = {}
+        self._moves: dict[Shape, tuple[Kernel, Call]] = {}  # PUSH and PULL
+        self._barrier = Call(abi.BARRIER_PARAMS, {**sync, "channel": layout.Channel.BARRIER})
+        self._barrier.within("post", operation=Operation.BARRIER)
+        self._abort = Call(abi.ABORT_PARAMS, self._sync)
+
+    def _call(self, params: Struct, shape: Shape, operation: Operation) -> Call:
+        """Parameters with all that stays as it is for operations of one shape."""
+        call = Call(params, self._sync)
+        call.within("post", operation=operation, **shape.signature)
+        return call
+
+    def _move(self, shape: Shape, params: Struct) -> tuple[Kernel, Call]:
+        """The kernel of a shape that was loaded, and its parameters."""
+        if (found := self._moves.get(shape)) is None:
+            found = self._moves[shape] = self._kernels.of(shape), self._call(params, shape, shape.operation)
+        return found
 
     def count(self, shape: Shape, routing: Routing, topk_idx: Any, max_tokens: int, free: int, form: Form) -> None:
         """Launches COUNT; its result is there once the stream has passed it. `free`: bytes, for peers' messages."""
-        call = self._count
-        call.post(
-            shape.signature,
-            operation=Operation.COUNT,
+        if (call := self._counts.get(shape)) is None:
+            call = self._counts[shape] = self._call(abi.COUNT_PARAMS, shape, Operation.COUNT)
+        call.within(
+            "post",
             num_experts=routing.num_experts,
             handle_id=form.num_worst_tokens,
             num_tokens=len(topk_idx),
@@ -157,8 +170,8 @@ class Launcher:
 
     def push(self, shape: Shape, routing: Routing, tokens: Tokens, where: Where, num_sms: int) -> None:
         """Launches PUSH. `where`: offsets of our rows, idx, weights and scales, or why there is no block."""
-        call = self._push
-        self._post(call, shape, routing, where)
+        kernel, call = self._move(shape, abi.PUSH_PARAMS)
+        self._post(call, routing, where)
         call.set(
             x=tokens.x.data.ptr,
             topk_idx=_pointer(tokens.topk_idx),
@@ -169,32 +182,32 @@ class Launcher:
             num_tokens=len(tokens.x),
             num_local_experts=routing.num_experts // self._num_ranks,
         )
-        self._kernels.of(shape).launch(num_sms, call, self._stream)
+        kernel.launch(num_sms, call, self._stream)
 
     def pull(
         self, shape: Shape, routing: Routing, out: Any, out_weights: Any, bias: tuple, where: Where, num_sms: int
     ) -> None:
         """Launches PULL. `where`: offsets of our input rows and weights, or why there is no block."""
-        call = self._pull
-        self._post(call, shape, routing, where)
+        kernel, call = self._move(shape, abi.PULL_PARAMS)
+        self._post(call, routing, where)
         call.set(
             out=out.data.ptr,
             out_weights=_pointer(out_weights),
-            bias=[*map(_pointer, bias), 0, 0][:2],
+            bias=tuple(map(_pointer, bias)),  # the rest is 0
             order=routing.order.data.ptr,
             routing=routing.words.data.ptr,
             num_tokens=len(out),
         )
-        self._kernels.of(shape).launch(num_sms, call, self._stream)
+        kernel.launch(num_sms, call, self._stream)
 
     def agree(self, shape: Shape, routing: Routing) -> None:
         """Launches an operation that moves nothing: it tells whether all ranks mean the same."""
-        self._post(self._agree, shape, routing, {})
-        self._kernels.barrier.launch(1, self._agree, self._stream)
+        call = self._call(abi.BARRIER_PARAMS, shape, shape.operation)
+        self._post(call, routing, {})
+        self._kernels.barrier.launch(1, call, self._stream)
 
     def barrier(self) -> None:
         """Launches BARRIER."""
-        self._barrier.post({}, operation=Operation.BARRIER)
         self._kernels.barrier.launch(1, self._barrier, self._stream)
 
     def abort(self, kind: AbortKind, peer: int, stream: Any) -> None:
@@ -214,12 +227,11 @@ class Launcher:
             raise abort_error(word, self._timeout_s or 0)
 
     @staticmethod
-    def _post(call: Call, shape: Shape, routing: Routing, where: Where) -> None:
+    def _post(call: Call, routing: Routing, where: Where) -> None:
         failed = isinstance(where, ArenaExhaustedError)
         offsets = {"rows": where.needed, "idx": where.free} if isinstance(where, ArenaExhaustedError) else where
-        call.post(
-            shape.signature,
-            operation=shape.operation,
+        call.within(
+            "post",
             num_experts=routing.num_experts,
             handle_id=routing.handle_id,
             status=Status.FAILED if failed else Status.READY,

@@ -11,7 +11,7 @@ import cupy
 
 from cupyep import model
 from cupyep.abi import AbortKind, Operation
-from cupyep.backends.base import Backend, Run, Shape
+from cupyep.backends.base import Backend, Run
 from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.blocks import Blocks
 from cupyep.backends.cuda.devices import Claim
@@ -19,6 +19,7 @@ from cupyep.backends.cuda.experts import Experts
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher
 from cupyep.backends.cuda.meetings import Meetings
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
+from cupyep.backends.shapes import Shape
 from cupyep.errors import ArenaExhaustedError, PeerError, StateError
 
 T = TypeVar("T")
