@@ -35,7 +35,7 @@ def host_array(name: str, value: Any) -> np.ndarray:
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int within [low, high]."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}: expected {f'at least {low}' if high is None else f'{low}..{high}'}, got {value}")

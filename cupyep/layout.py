@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -158,14 +159,20 @@ class HostLayout:
         self.record_bytes = offset
         self.num_bytes = 2 * offset
 
-    def views(self, memory: np.ndarray) -> dict[tuple[int, str], np.ndarray]:
-        """Every part over the pinned bytes `memory`, by (number of the record, name). 0: COUNT, 1: the others."""
-        found = {}
+    def views(self, memory: np.ndarray) -> dict[tuple[int, str], Any]:
+        """Every part over the pinned bytes `memory`, by (number of the record, name). 0: COUNT, 1: the others.
+
+        Arrays, but "record", which is read in every call, a HOST_RECORD.record.
+        """
+        found: dict[tuple[int, str], Any] = {}
         for index in range(2):
             for name, region in self.regions.items():
                 start = index * self.record_bytes + region.offset
                 part = memory[start : start + region.num_bytes]
-                found[index, name] = part.view(region.dtype).reshape(region.shape)
+                is_record = name == "record"
+                found[index, name] = (
+                    HOST_RECORD.record.from_buffer(part) if is_record else part.view(region.dtype).reshape(region.shape)
+                )
         return found
 
     def constants(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyep import abi, checks
 from cupyep.backends import low_latency_checks
-from cupyep.backends.low_latency_shape import LowLatencyShape, size_hint
+from cupyep.backends.low_latency_shape import LowLatencyShape, shape_of, size_hint
 from cupyep.group import Group
 from cupyep.handle import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
@@ -90,7 +90,7 @@ class LowLatencyVerbs(Group):
             topk_weights = backend.asarray("topk_weights", topk_weights)
             checks.topk_weights(topk_weights, tuple(topk_idx.shape))
         low_latency_checks.casts(x.shape[1], use_fp8, round_scale, use_ue8m0)
-        shape = LowLatencyShape(
+        shape = shape_of(
             self.size,
             low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, x.shape[0], topk_idx.shape[1]),
             x.shape[1],
@@ -109,7 +109,7 @@ class LowLatencyVerbs(Group):
         num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1, engine.max_num_sms)
         low_latency_checks.finish(async_finish, return_recv_hook)
         engine.check_ids()
-        with self._watch():
+        with self._watch:
             results, handle, event, hook = engine.dispatch(
                 shape, inputs, num_sms=num_sms, async_finish=async_finish, split=return_recv_hook
             )
@@ -188,7 +188,7 @@ class LowLatencyVerbs(Group):
         inputs = {"x": x, "topk_weights": topk_weights, "out": out}
         low_latency_checks.finish(async_finish, return_recv_hook)
         engine.check_ids()
-        with self._watch():
+        with self._watch:
             combined_x, event, hook = engine.combine(
                 shape, inputs, handle, num_sms=num_sms, async_finish=async_finish, split=return_recv_hook
             )
@@ -242,7 +242,7 @@ class LowLatencyVerbs(Group):
 
     def _combine_shape(self, handle: LowLatencyHandle, dtype: Any) -> LowLatencyShape:
         most = handle.num_max_dispatch_tokens_per_rank
-        return LowLatencyShape(self.size, most, handle.hidden, dtype, handle.num_topk, handle.num_experts)
+        return shape_of(self.size, most, handle.hidden, dtype, handle.num_topk, handle.num_experts)
 
     def _watched(self, hook: Callable[[], None] | None) -> Callable[[], None] | None:
         """`hook`, whose errors are a collective call's."""
@@ -251,7 +251,7 @@ class LowLatencyVerbs(Group):
 
         def watched() -> None:
             self._ready("hook")
-            with self._watch():
+            with self._watch:
                 hook()
 
         return watched

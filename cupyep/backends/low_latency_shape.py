@@ -96,6 +96,9 @@ class LowLatencyShape:
         }
 
 
+shape_of = functools.cache(LowLatencyShape)  # the same one for the same fields: calls look it up
+
+
 @functools.cache
 def signature(shape: LowLatencyShape, with_weights: bool, tables_slot: int) -> int:
     """16 bits that peers compare: what all ranks must have alike."""

@@ -80,8 +80,10 @@ class Arena:
                 raise TopologyError("a rank cannot open a peer's memory", matrix) from error
 
     def block(self, num_bytes: int, stream: Any) -> Block:
-        """A heap block for use on `stream`; it goes back when its last array dies. Raises ArenaExhaustedError."""
-        self.drain()
+        """A heap block for use on `stream`; it goes back when its last array dies. Raises ArenaExhaustedError.
+
+        What was released is not looked at: see `drain`.
+        """
         offset, size = self.heap.alloc(num_bytes)
         block = Block(self, offset, size, self.remember(stream))
         self.live[offset] = weakref.ref(block), block.streams
@@ -107,6 +109,8 @@ class Arena:
 
     def take_waiting(self) -> list[Any]:
         """The streams that released blocks were used on. The caller waits for them before it allocates anything."""
+        if not self.waiting:
+            return []
         self._returning.clear()
         streams, self.waiting = [self._streams[address] for address in self.waiting], set()
         used = {address for _, addresses in self._borrowed() for address in addresses}
@@ -194,7 +198,7 @@ class Block:
     def array(self, shape: tuple[int, ...], dtype: Any, order: str = "C") -> cupy.ndarray:
         """An array over the block's start; it and its views keep the block."""
         memory = cupy.cuda.UnownedMemory(self.address, self.size, self, self._arena._device)
-        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), order=order)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), None, order)
 
     def __del__(self) -> None:
         self._arena.released.append((self.offset, self.size, self._memory, self.streams))

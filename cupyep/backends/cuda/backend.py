@@ -116,7 +116,7 @@ class CudaBackend(Dispatch, Combine):
             return in_rank.sum(axis=0, dtype=np.int32), per_expert, in_rank, event
 
     def barrier(self) -> CudaEvent:
-        with self._operation(Operation.BARRIER, Run()) as current:
+        with cupy.cuda.Device(self._device), self._operation(Operation.BARRIER, Run()) as current:
             with self._launching(Operation.BARRIER, current):
                 self._launcher.barrier()
             return self._finish(current, Run())

@@ -28,17 +28,21 @@ class Blocks:
         Blocks may have been in use on other streams: the communication stream waits for what these have been given.
         """
         graphs.release_unused()
-        blocks = {name: self._arena.block(size, current) for name, size in sizes.items()}
         self.settle()
+        blocks = {name: self._arena.block(size, current) for name, size in sizes.items()}
         self._pin(blocks)
         return blocks
 
-    def settle(self) -> None:
-        """Takes back what was released; our stream waits for its users. A graph cannot: there the host does."""
+    def settle(self, current: Any = None) -> None:
+        """Takes back what was released; our stream waits for its users. A graph cannot: there the host does.
+
+        `current`: what our stream follows next, into its capture if it is captured. Then it need not wait for it here.
+        """
         self._arena.drain()
         for stream in self._arena.take_waiting():
-            if not self._comm_stream.stream.is_capturing():
-                self._comm_stream.follow(stream)
+            if not (current or self._comm_stream.stream).is_capturing():
+                if current is None or stream.ptr != current.ptr:
+                    self._comm_stream.follow(stream)
             elif not stream.is_capturing():  # one that is captured is behind what it did before
                 stream.synchronize()
 

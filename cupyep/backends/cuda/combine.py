@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cupy
 import numpy as np
 
 from cupyep.abi import Operation
@@ -23,7 +24,7 @@ class Combine(Session):
         shape = outputs.shape(handle.num_topk)
         num_sms = self._num_sms(run, shape, handle.num_topk)
         not_captured = "" if shape in self._prepared else self._not_loaded
-        with self._operation(Operation.PULL, run, not_captured) as current:
+        with cupy.cuda.Device(self._device), self._operation(Operation.PULL, run, not_captured) as current:
             self._agree(shape, handle, current)
             where: Any
             if handle.expert_rows is None:

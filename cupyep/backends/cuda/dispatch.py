@@ -42,7 +42,7 @@ class Dispatch(Session):
         not_captured = ""
         if not (ready and fixed):
             not_captured = f"num_worst_tokens= is needed, no more than the arena was sized for, and {self._not_loaded}"
-        with self._operation(Operation.COUNT, run, not_captured) as current:
+        with cupy.cuda.Device(self._device), self._operation(Operation.COUNT, run, not_captured) as current:
             sent = tokens.map(plain)
             order = self._blocks.lent((num_tokens, size), np.int32, current)
             words = self._blocks.lent((2 + size + 1 + num_local,), np.int32, current)
@@ -126,7 +126,7 @@ class Dispatch(Session):
         shape, num_recv = tokens.shape(handle.expert_rows is not None), handle.num_recv_tokens
         num_sms = self._num_sms(run, shape, handle.num_topk)
         not_captured = "" if shape in self._prepared else self._not_loaded
-        with self._operation(Operation.PUSH, run, not_captured) as current:
+        with cupy.cuda.Device(self._device), self._operation(Operation.PUSH, run, not_captured) as current:
             self._agree(shape, handle, current)
             sent, blocks = tokens.map(plain), self._blocks.try_allocate(shape.rows.parts(num_recv), current)
             with self._launching(Operation.PUSH, current):

@@ -65,7 +65,7 @@ class CudaHandle(Handle):
         return self.routing.words[3 + self.routing.order.shape[1] :]
 
 
-def host_records(num_ranks: int) -> tuple[Any, dict[tuple[int, str], np.ndarray]]:
+def host_records(num_ranks: int) -> tuple[Any, dict[tuple[int, str], Any]]:
     """Pinned memory in which the device tells the host, all zero, and its parts: see HostLayout.views."""
     host_layout = layout.HostLayout(num_ranks)
     pinned = cupy.cuda.alloc_pinned_memory(host_layout.num_bytes)
@@ -94,6 +94,7 @@ class Launcher:
         self._arena, self._kernels, self._stream, self._timeout_s = arena, kernels, stream, timeout_s
         self._rank, self._num_ranks = comm.rank, comm.size
         self._pinned, self._host = host_records(comm.size)
+        self._records = [self._host[index, "record"] for index in (COUNT, OTHERS)]
         self.operation = Operation.BARRIER  # the last one launched, or about to be
         sync = {
             "peers": arena.peers.data.ptr,
@@ -145,23 +146,23 @@ class Launcher:
 
     def counted(self, shape: Shape, num_local_experts: int) -> Counted:
         """After COUNT: what it found. Raises MismatchError, PeerError, ArenaExhaustedError, on all ranks alike."""
-        record = self._host[COUNT, "record"]
-        verdict, bad_id = Verdict(int(record["verdict"])), self._take_bad_id()
+        record = self._records[COUNT]
+        verdict, bad_id = Verdict(record.verdict), self._take_bad_id()
         if verdict not in (Verdict.DONE, Verdict.GROW):
             raise self._error(COUNT)
-        record["verdict"] = Verdict.DONE
+        record.verdict = Verdict.DONE
         return Counted(
             self._host[COUNT, "host_rows"].tolist(),
             self._host[COUNT, "host_experts"][:num_local_experts].tolist(),
-            int(record["most_tokens"]),
+            record.most_tokens,
             bad_id,
             verdict,
         )
 
     def _take_bad_id(self) -> int | None:
-        record = self._host[COUNT, "record"]
-        has_bad_id, record["has_bad_id"] = bool(record["has_bad_id"]), 0
-        return int(record["bad_id"]) if has_bad_id else None
+        record = self._records[COUNT]
+        has_bad_id, record.has_bad_id = record.has_bad_id, 0
+        return record.bad_id if has_bad_id else None
 
     def check_ids(self) -> None:
         """Raises ValueError for an id of a dispatch whose counts the host did not wait for."""
@@ -217,8 +218,8 @@ class Launcher:
 
     def check(self) -> None:
         """Raises what an operation behind us has met, as far as the device has told."""
-        for index in (COUNT, OTHERS):
-            if self._host[index, "record"]["verdict"]:
+        for index, record in enumerate(self._records):
+            if record.verdict:
                 raise self._error(index)
 
     def check_abort(self) -> None:
@@ -244,14 +245,14 @@ class Launcher:
 
     def _error(self, index: int) -> CupyepError:
         """The error of a record with a verdict; a mismatch or a full arena is over with it, an abort stays."""
-        record, posts = self._host[index, "record"], self._host[index, "host_posts"]
-        verdict = Verdict(int(record["verdict"]))
+        record, posts = self._records[index], self._host[index, "host_posts"]
+        verdict = Verdict(record.verdict)
         if verdict == Verdict.ABORTED:
-            return abort_error(int(record["abort"]), self._timeout_s or 0)
-        record["verdict"] = Verdict.DONE
+            return abort_error(record.abort, self._timeout_s or 0)
+        record.verdict = Verdict.DONE
         if verdict == Verdict.FAILED and index == COUNT:
-            rank = int(record["failed_rank"])
-            post, rows = posts[rank], int(record["failed_rows"])
+            rank, rows = record.failed_rank, record.failed_rows
+            post = posts[rank]
             fixed = int(post["handle_id"])
             if 0 < fixed < rows:
                 return ArenaExhaustedError(rows, fixed, rank, "num_worst_tokens")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import cupy
@@ -18,7 +18,7 @@ from cupyep.backends.cuda.devices import Claim
 from cupyep.backends.cuda.experts import Experts
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher
 from cupyep.backends.cuda.meetings import Meetings
-from cupyep.backends.cuda.streams import CommStream, CudaEvent
+from cupyep.backends.cuda.streams import Behind, CommStream, CudaEvent
 from cupyep.backends.shapes import Shape
 from cupyep.errors import ArenaExhaustedError, PeerError, StateError
 
@@ -45,20 +45,19 @@ class Session(Backend):
         self._comm.together(step, lambda: result.append(action()), timeout_s=self._config.timeout_s)
         return result[0]
 
-    @contextmanager
-    def _operation(self, operation: Operation, run: Run, not_captured: str = "") -> Iterator[Any]:
+    def _operation(self, operation: Operation, run: Run, not_captured: str = "") -> Behind:
         """Gives the caller's stream. Within, CuPy's current one is ours, which goes on after the caller's or an event.
 
-        Raises what went wrong behind us; StateError under graph capture if there is a reason against it.
+        On our device. Raises what went wrong behind us; StateError under graph capture if there is a reason against it.
         """
-        with cupy.cuda.Device(self._device):
-            current = cupy.cuda.get_current_stream()
-            if not_captured and current.is_capturing():
-                raise StateError(f"{operation.verb}: under graph capture {not_captured}")
-            self._launcher.check()
-            self._comm_stream.begin(current, run.previous_event)
-            with self._comm_stream.stream:
-                yield current
+        current = cupy.cuda.get_current_stream()
+        if not_captured and current.is_capturing():
+            raise StateError(f"{operation.verb}: under graph capture {not_captured}")
+        self._launcher.check()
+        if run.previous_event is None:
+            self._blocks.settle(current)  # before our stream follows it, so that once is enough
+        self._comm_stream.begin(current, run.previous_event)
+        return Behind(self._comm_stream.stream, current)
 
     _not_loaded = "its shape must have been used or prepared, because agreeing and loading take the host"
 
@@ -80,12 +79,10 @@ class Session(Backend):
             )
         return run.num_sms or min(self._wanted_sms[key], self._claim.num_sms)
 
-    @contextmanager
-    def _launching(self, operation: Operation, current: Any) -> Iterator[None]:
+    def _launching(self, operation: Operation, current: Any) -> AbstractContextManager[None]:
         """Launches of one operation."""
         self._launcher.operation = operation
-        with self._meetings.around(self._launcher, current):
-            yield
+        return self._meetings.around(self._launcher, current)
 
     def _agree(self, shape: Shape, handle: CudaHandle, current: Any) -> None:
         """Collective on a shape's first use: all ranks mean the same, then it is loaded."""
