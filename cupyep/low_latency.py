@@ -163,7 +163,7 @@ class LowLatencyVerbs(Group):
         expected = (shape.num_local_experts, shape.num_rows, shape.hidden)
         if tuple(x.shape) != expected:
             raise ValueError(f"x: expected shape {expected}, got {tuple(x.shape)}")
-        checks.payload("x", x[0])
+        checks.addable_rows("x", x)
         checks.boolean("zero_copy", zero_copy)
         if zero_copy and engine.address(x) != engine.address(engine.next_combine_buffer(shape)):
             raise ValueError("x: expected the array of get_next_low_latency_combine_buffer with zero_copy, got another")

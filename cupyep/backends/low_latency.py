@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from cupyep import low_latency_abi
 from cupyep.abi import Operation, Phase
 from cupyep.backends.low_latency_shape import (
+    CHANNEL_OF_SLOT,
     CHANNELS,
     COMBINE,
     DISPATCH,
@@ -49,11 +49,10 @@ class LowLatencyCall:
     tables: dict[str, Any]
     tables_slot: int  # of the dispatch that left them, or leaves them
     num_sms: int | None
-    stream: Any = None
+    channel: Channel = field(init=False)
 
-    @cached_property
-    def channel(self) -> Channel:
-        return Channel(CHANNELS[self.operation] + self.slot)
+    def __post_init__(self) -> None:
+        self.channel = CHANNEL_OF_SLOT[self.operation, self.slot]
 
     @property
     def signature(self) -> int:

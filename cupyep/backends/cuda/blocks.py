@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
+from cupyep import env
 from cupyep.backends.cuda import graphs
 from cupyep.backends.cuda.arena import Arena, Block
 from cupyep.backends.cuda.streams import CommStream
@@ -30,6 +31,8 @@ class Blocks:
         graphs.release_unused()
         self.settle()
         blocks = {name: self._arena.block(size, current) for name, size in sizes.items()}
+        if env.poison():
+            self._arena.poison(blocks.values())
         self._pin(blocks)
         return blocks
 

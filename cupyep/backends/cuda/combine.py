@@ -23,9 +23,10 @@ class Combine(Session):
     def combine(self, outputs: Outputs, handle: CudaHandle, out: Any, run: Run) -> tuple:
         shape = outputs.shape(handle.num_topk)
         num_sms = self._num_sms(run, shape, handle.num_topk)
-        not_captured = "" if shape in self._prepared else self._not_loaded
+        not_captured = "" if (ready := shape in self._prepared) else self._not_loaded
         with cupy.cuda.Device(self._device), self._operation(Operation.PULL, run, not_captured) as current:
-            self._agree(shape, handle, current)
+            if not ready:
+                self._agree(shape, handle, current)
             where: Any
             if handle.expert_rows is None:
                 where, staged = self._blocks.visible({"rows": outputs.x, "weights": outputs.topk_weights})

@@ -9,7 +9,6 @@ case, blocks keep that size, and the host waits for nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -25,6 +24,7 @@ from cupyep.backends.cuda.launcher import CudaHandle, Routing
 from cupyep.backends.cuda.session import Session
 from cupyep.backends.shapes import Shape, Tokens
 from cupyep.errors import ArenaExhaustedError, CupyepError
+from cupyep.layout import ALIGNMENT, align
 
 _ANY = 2**32 - 1  # capacity in COUNT of an arena that is yet to be sized; tokens, where any number will do
 
@@ -44,8 +44,10 @@ class Dispatch(Session):
             not_captured = f"num_worst_tokens= is needed, no more than the arena was sized for, and {self._not_loaded}"
         with cupy.cuda.Device(self._device), self._operation(Operation.COUNT, run, not_captured) as current:
             sent = tokens.map(plain)
-            order = self._blocks.lent((num_tokens, size), np.int32, current)
-            words = self._blocks.lent((2 + size + 1 + num_local,), np.int32, current)
+            num_words = 2 + size + 1 + num_local
+            start = align(num_words, ALIGNMENT // 4)
+            memory = self._blocks.lent((start + num_tokens * size,), np.int32, current)
+            words, order = memory[:num_words], memory[start:].reshape(num_tokens, size)
             routing = Routing(self._handle_id, num_experts, order, words, fixed or _ANY)
             blocks: dict[str, Block] | ArenaExhaustedError = {}
             if ready:
@@ -74,22 +76,22 @@ class Dispatch(Session):
                 blocks = self._push_counted(shape, routing, sent, fixed, num_sms, current)
             if isinstance(blocks, ArenaExhaustedError):  # no peer has a row for us, or COUNT would have told all ranks
                 raise blocks
+            came, placed = received(blocks, shape, num_recv), None
+            listings = counted.experts if counted and not fixed else []
+            if form.by_expert:
+                placed = self._experts.arrange(came.topk_idx, routing.recv_count, listings, num_local, form, current)
             handle = CudaHandle(
                 num_tokens=num_tokens,
                 num_topk=shape.rows.num_topk,
                 num_experts=num_experts,
                 num_recv_tokens=num_recv,
                 num_recv_tokens_per_rank=counted.rows if counted and not fixed else [],
-                num_recv_tokens_per_expert=counted.experts if counted and not fixed else [],
+                num_recv_tokens_per_expert=listings,
                 handle_id=routing.handle_id,
                 owner=self,
+                expert_rows=placed,
                 routing=routing,
             )
-            came = received(blocks, shape, num_recv)
-            if form.by_expert:
-                listings = handle.num_recv_tokens_per_expert
-                placed = self._experts.arrange(came.topk_idx, handle.recv_count, listings, num_local, form, current)
-                handle = replace(handle, expert_rows=placed)
             came = self._formed(came, handle, form, current)
             event = self._finish(current, run, (tokens, sent, form))
         return came, handle, event, counted.bad_id if counted else None
@@ -125,9 +127,10 @@ class Dispatch(Session):
     def cached_dispatch(self, tokens: Tokens, handle: CudaHandle, form: Form, run: Run) -> tuple:
         shape, num_recv = tokens.shape(handle.expert_rows is not None), handle.num_recv_tokens
         num_sms = self._num_sms(run, shape, handle.num_topk)
-        not_captured = "" if shape in self._prepared else self._not_loaded
+        not_captured = "" if (ready := shape in self._prepared) else self._not_loaded
         with cupy.cuda.Device(self._device), self._operation(Operation.PUSH, run, not_captured) as current:
-            self._agree(shape, handle, current)
+            if not ready:
+                self._agree(shape, handle, current)
             sent, blocks = tokens.map(plain), self._blocks.try_allocate(shape.rows.parts(num_recv), current)
             with self._launching(Operation.PUSH, current):
                 self._launcher.push(shape, handle.routing, sent, offsets(blocks), num_sms)

@@ -43,6 +43,11 @@ class Routing(NamedTuple):
     words: cupy.ndarray
     capacity: int
 
+    @property
+    def recv_count(self) -> cupy.ndarray:
+        first = 2 + self.order.shape[1]
+        return self.words[first : first + 1]
+
 
 @dataclass(frozen=True, eq=False)
 class CudaHandle(Handle):
@@ -57,8 +62,7 @@ class CudaHandle(Handle):
 
     @property
     def recv_count(self) -> cupy.ndarray:
-        first = 2 + self.routing.order.shape[1]
-        return self.routing.words[first : first + 1]
+        return self.routing.recv_count
 
     @property
     def recv_count_per_expert(self) -> cupy.ndarray:
@@ -74,8 +78,7 @@ def host_records(num_ranks: int) -> tuple[Any, dict[tuple[int, str], Any]]:
     return pinned, host_layout.views(host)
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(NamedTuple):
     """What COUNT found: rows from each rank, listings of each local expert, most tokens of any rank, a bad id."""
 
     rows: list[int]

@@ -31,7 +31,7 @@ class Session(Backend):
     _device: int
     _claim: Claim
     _machine: model.Machine
-    _wanted_sms: dict[tuple[Operation, int, int], int]
+    _wanted_sms: dict[tuple[Shape, int], int]
     _arena: Arena
     _blocks: Blocks
     _comm_stream: CommStream
@@ -67,8 +67,10 @@ class Session(Backend):
 
     def _num_sms(self, run: Run, shape: Shape, num_topk: int) -> int:
         """The caller's SMs, or the model's for rows of this kind, within the budget."""
-        key = shape.operation, shape.rows.row_bytes, num_topk
-        if run.num_sms is None and key not in self._wanted_sms:
+        if run.num_sms:
+            return run.num_sms
+        key = shape, num_topk
+        if key not in self._wanted_sms:
             self._wanted_sms[key] = model.num_sms(
                 shape.rows.row_bytes,
                 self._comm.size,
@@ -77,7 +79,7 @@ class Session(Backend):
                 ranks_per_device=self._claim.ranks_per_device,
                 machine=self._machine,
             )
-        return run.num_sms or min(self._wanted_sms[key], self._claim.num_sms)
+        return min(self._wanted_sms[key], self._claim.num_sms)
 
     def _launching(self, operation: Operation, current: Any) -> AbstractContextManager[None]:
         """Launches of one operation."""
@@ -85,13 +87,12 @@ class Session(Backend):
         return self._meetings.around(self._launcher, current)
 
     def _agree(self, shape: Shape, handle: CudaHandle, current: Any) -> None:
-        """Collective on a shape's first use: all ranks mean the same, then it is loaded."""
-        if shape not in self._prepared:  # equal on all ranks, or their posts differ
-            with self._launching(shape.operation, current):
-                self._launcher.agree(shape, handle.routing)
-            self._host_wait(self._comm_stream.record())
-            self._launcher.check()
-            self.prepare(shape)
+        """Collective on a shape's first use, equal on all ranks, or their posts differ: then it is loaded."""
+        with self._launching(shape.operation, current):
+            self._launcher.agree(shape, handle.routing)
+        self._host_wait(self._comm_stream.record())
+        self._launcher.check()
+        self.prepare(shape)
 
     def _host_wait(self, event: cupy.cuda.Event) -> None:
         """Waits without the GIL. The kernels have deadlines of their own; a thread that raised is noticed here."""
