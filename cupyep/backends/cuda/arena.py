@@ -82,7 +82,7 @@ class Arena:
     def block(self, num_bytes: int, stream: Any) -> Block:
         """A heap block for use on `stream`; it goes back when its last array dies. Raises ArenaExhaustedError.
 
-        What was released is not looked at: see `drain`.
+        After `drain`, which takes back what was released.
         """
         offset, size = self.heap.alloc(num_bytes)
         block = Block(self, offset, size, self.remember(stream))

@@ -42,7 +42,7 @@ class CudaBackend(Dispatch, Combine):
         super().__init__(comm, config)
         self._claim = devices.choose(comm, device, num_sms, config.timeout_s)
         self._device = self._claim.device
-        self._machine, self._wanted_sms = devices.machine(self._device), dict[tuple[Shape, int], int]()
+        self._machine, self._chosen_sms = devices.machine(self._device), dict[tuple[Shape, int], int]()
         try:
             with cupy.cuda.Device(self._device):
                 self._comm_stream, self._meetings = CommStream(), Meetings(comm, config.timeout_s)

@@ -42,8 +42,9 @@ class Blocks:
         `current`: what our stream follows next, into its capture if it is captured. Then it need not wait for it here.
         """
         self._arena.drain()
+        behind = self._comm_stream.stream if current is None else current
         for stream in self._arena.take_waiting():
-            if not (current or self._comm_stream.stream).is_capturing():
+            if not behind.is_capturing():
                 if current is None or stream.ptr != current.ptr:
                     self._comm_stream.follow(stream)
             elif not stream.is_capturing():  # one that is captured is behind what it did before

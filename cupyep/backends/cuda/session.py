@@ -31,7 +31,7 @@ class Session(Backend):
     _device: int
     _claim: Claim
     _machine: model.Machine
-    _wanted_sms: dict[tuple[Shape, int], int]
+    _chosen_sms: dict[tuple[Shape, int], int]
     _arena: Arena
     _blocks: Blocks
     _comm_stream: CommStream
@@ -69,9 +69,8 @@ class Session(Backend):
         """The caller's SMs, or the model's for rows of this kind, within the budget."""
         if run.num_sms:
             return run.num_sms
-        key = shape, num_topk
-        if key not in self._wanted_sms:
-            self._wanted_sms[key] = model.num_sms(
+        if (chosen := self._chosen_sms.get((shape, num_topk))) is None:
+            wanted = model.num_sms(
                 shape.rows.row_bytes,
                 self._comm.size,
                 verb=shape.operation.verb,
@@ -79,7 +78,8 @@ class Session(Backend):
                 ranks_per_device=self._claim.ranks_per_device,
                 machine=self._machine,
             )
-        return min(self._wanted_sms[key], self._claim.num_sms)
+            chosen = self._chosen_sms[shape, num_topk] = min(wanted, self._claim.num_sms)
+        return chosen
 
     def _launching(self, operation: Operation, current: Any) -> AbstractContextManager[None]:
         """Launches of one operation."""
