@@ -14,6 +14,7 @@ DTYPES = {np.dtype(getattr(ml_dtypes, name, name)): abi.DType[name.upper()] for 
     "float32", "float16", "bfloat16", "uint8", "int8", "int32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
 )}  # fmt: skip
 ADDABLE = tuple(dtype for dtype, number in DTYPES.items() if number <= abi.DType.BFLOAT16)
+IDX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 MAX_TIMEOUT_S = 1_000_000  # eleven days; whoever wants longer wants None
 MAX_TOKENS = 2**31 - 1  # of a rank: places are 32-bit
@@ -35,7 +36,7 @@ def host_array(name: str, value: Any) -> np.ndarray:
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     """`value` as an int within [low, high]."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+    if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name}: expected {f'at least {low}' if high is None else f'{low}..{high}'}, got {value}")
@@ -93,6 +94,11 @@ def matrix(name: str, array: Any) -> None:
 def payload(name: str, array: Any) -> None:
     """`array` is a matrix of at least one column, of a type that combine can add."""
     matrix(name, array)
+    addable_rows(name, array)
+
+
+def addable_rows(name: str, array: Any) -> None:
+    """The last axis of `array` is a row of at least one element, of a type that combine can add."""
     if array.dtype not in ADDABLE:
         raise TypeError(f"{name}: expected float32, float16 or bfloat16, got {array.dtype}")
     _row(name, array)
@@ -113,9 +119,10 @@ def with_scales(data: Any, scales: Any) -> None:
 
 def _row(name: str, array: Any) -> None:
     """A row of `array` has at least one element, and a size that the kernels can count."""
-    if array.shape[1] == 0:
+    length = array.shape[-1]
+    if length == 0:
         raise ValueError(f"{name}: expected at least 1 column, got shape {tuple(array.shape)}")
-    if array.shape[1] * array.dtype.itemsize > MAX_ROW_BYTES:
+    if length * array.dtype.itemsize > MAX_ROW_BYTES:
         raise ValueError(f"{name}: expected rows of less than 2 GiB, got shape {tuple(array.shape)} of {array.dtype}")
 
 
@@ -128,7 +135,7 @@ def rows(name: str, array: Any, expected: int, what: str) -> None:
 def topk_idx(array: Any, num_tokens: int) -> None:
     """Expert ids: int32 or int64, one row per token, 1..32 columns. Their range is the count's business."""
     matrix("topk_idx", array)
-    if array.dtype not in (np.int32, np.int64):
+    if array.dtype not in IDX_DTYPES:
         raise TypeError(f"topk_idx: expected int32 or int64, got {array.dtype}")
     rows("topk_idx", array, num_tokens, "num_tokens of x")
     integer("num_topk", array.shape[1], 1, abi.MAX_TOPK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cupyep import checks
-from cupyep.backends.base import Outputs
+from cupyep.backends.shapes import Outputs
 from cupyep.group import Group
 from cupyep.handle import CombineResult, Handle
 
@@ -87,7 +87,7 @@ class Combine(Group):
             given = {"x": x, "topk_weights": topk_weights, **dict(zip(names, arrays, strict=False))}
             self._check_apart(backend, out, given)
         run = self._run(backend, num_sms, previous_event, async_finish, allocate_on_comm_stream)
-        with self._watch():
+        with self._watch:
             return CombineResult(
                 *backend.combine(Outputs(x, topk_weights, tuple(arrays), wire_dtype), handle, out, run)
             )

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from cupyep import checks
-from cupyep.backends.base import Form, Run, Tokens
+from cupyep.backends.base import Form, Run
+from cupyep.backends.shapes import Tokens
 from cupyep.group import Group
 from cupyep.handle import DispatchResult, Handle
 
@@ -157,7 +158,7 @@ class Dispatch(Group):
             for name, theirs, expected in zip(names, theirs_all, ours, strict=False):
                 if theirs is not None:
                     checks.same(name, backend.asnumpy(theirs), backend.asnumpy(expected))
-        with self._watch():
+        with self._watch:
             tokens = Tokens(x, scales, topk_idx, topk_weights)
             came, handle, event, bad_id = backend.dispatch(tokens, num_experts, form, run)
         if bad_id is not None:  # the operation was carried through with -1 in its place, so no peer suffers
@@ -166,7 +167,7 @@ class Dispatch(Group):
 
     def _cached_dispatch(self, backend: Any, tokens: Tokens, handle: Handle, form: Form, run: Run) -> DispatchResult:
         checks.rows("x", tokens.x, handle.num_tokens, "num_tokens of the handle's dispatch")
-        with self._watch():
+        with self._watch:
             came, event = backend.cached_dispatch(tokens, handle, form, run)
         return self._result(came, handle, event)
 

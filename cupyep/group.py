@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -12,11 +11,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cupyep import abi, backends, checks
-from cupyep.backends.base import Outputs, Run, Tokens
+from cupyep.backends.base import Run
+from cupyep.backends.shapes import Outputs, Tokens
 from cupyep.comm import connect
 from cupyep.config import BufferConfig
-from cupyep.errors import ArenaExhaustedError, CupyepError, MismatchError, PeerError, PeerTimeoutError, StateError
+from cupyep.errors import CupyepError, PeerError, PeerTimeoutError, StateError
 from cupyep.handle import EventOverlap, Handle
+from cupyep.watch import Watch
 
 Self = TypeVar("Self", bound="Group")
 
@@ -43,8 +44,6 @@ class Group:
         group = connect(comm, timeout_s)
         self.rank, self.size = group.rank, group.size
         self._comm, self._timeout_s = group, timeout_s
-        # The last error that all ranks raised alike: they are in step after it. Weak, for its traceback holds arrays.
-        self._left: Callable[[], CupyepError | None] = lambda: None
         checks.integer("comm.size", group.size, 1, abi.MAX_RANKS)
         agreed = {name: value for name, value in vars(config).items() if name != "timeout_s"}
         try:
@@ -55,6 +54,7 @@ class Group:
         except (CupyepError, OSError):  # told to all ranks by all, so the group can be given back
             group.free()
             raise
+        self._watch: Any = Watch(self._backend)  # until close(): it keeps the backend
         self.backend: str = self._backend.name
 
     @staticmethod
@@ -115,7 +115,7 @@ class Group:
         if wire_dtype is not None:
             wire = checks.addable("wire_dtype", wire_dtype)
         arguments["wire_dtype"] = None if wire is None else wire.name
-        with self._watch():
+        with self._watch:
             self._comm.agree("prepare", arguments, timeout_s=self._timeout_s)
             for weights in (None, np.empty(idx.shape, np.float32)) if with_weights else (None,):
                 backend.prepare(Tokens(x, scales, idx, weights).shape(by_expert), most)
@@ -128,7 +128,7 @@ class Group:
         Returns: its event; on cuda `event.synchronize()` waits on the host and raises what went wrong.
         """
         backend = self._ready("barrier")
-        with self._watch():
+        with self._watch:
             return backend.barrier()
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Any:
@@ -165,7 +165,7 @@ class Group:
         backend = self._ready("peer_arrays")
         array = backend.asarray("array", array)
         where = backend.locate(array)
-        with self._watch():
+        with self._watch:
             return backend.peer_arrays(array, where)
 
     def get_comm_stream(self) -> Any:
@@ -184,6 +184,7 @@ class Group:
         backend, self._backend = self._backend, None
         if backend is None:
             return
+        self._watch = None
         pending: BaseException | None = None
         if backend.broken is None:
             try:
@@ -213,9 +214,9 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend = self._backend
-        if error is not None and backend is not None and error is not self._left():
+        if error is not None and backend is not None and error is not self._watch.left():
             # This rank's program failed: the peers must not wait for it until their deadline.
-            self._abandon(backend, error, tell=True)
+            self._watch.abandon(error, tell=True)
         try:
             self.close()
         except Exception:
@@ -242,32 +243,6 @@ class Group:
         if error := self._backend.broken:
             raise StateError(f"{verb}: this Buffer is broken by an earlier error: {error}") from error
         return self._backend
-
-    @contextmanager
-    def _watch(self) -> Iterator[None]:
-        """What a collective call raises: before anything was sent, which leaves the Buffer usable, or its end."""
-        backend = self._backend
-        try:
-            yield
-        except (MismatchError, ArenaExhaustedError) as error:
-            self._left = weakref.ref(error)
-            if isinstance(error, MismatchError) and "close" in (error.expected, error.got):
-                backend.broken = error  # whoever was in close() does not come back
-            raise
-        except StateError:  # maybe of this rank alone: where it ends a `with`, the peers are told
-            raise
-        except BaseException as error:  # also out of memory, Ctrl-C: the operation is half done
-            self._abandon(backend, error, tell=not isinstance(error, PeerError))  # a peer's failure has been told
-            raise
-
-    @staticmethod
-    def _abandon(backend: Any, error: BaseException, *, tell: bool) -> None:
-        """This rank leaves the group for good; `tell`: it tells the peers."""
-        if backend.broken is None:
-            is_ours = isinstance(error, CupyepError)
-            backend.broken = error if is_ours else StateError(f"{type(error).__name__} was raised here: {error}")
-            if tell:
-                backend.abort()
 
     @staticmethod
     def _run(

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -157,14 +159,20 @@ class HostLayout:
         self.record_bytes = offset
         self.num_bytes = 2 * offset
 
-    def views(self, memory: np.ndarray) -> dict[tuple[int, str], np.ndarray]:
-        """Every part over the pinned bytes `memory`, by (number of the record, name). 0: COUNT, 1: the others."""
-        found = {}
+    def views(self, memory: np.ndarray) -> dict[tuple[int, str], Any]:
+        """Every part over the pinned bytes `memory`, by (number of the record, name). 0: COUNT, 1: the others.
+
+        Arrays, but "record", which is read in every call, a HOST_RECORD.record.
+        """
+        found: dict[tuple[int, str], Any] = {}
         for index in range(2):
             for name, region in self.regions.items():
                 start = index * self.record_bytes + region.offset
                 part = memory[start : start + region.num_bytes]
-                found[index, name] = part.view(region.dtype).reshape(region.shape)
+                is_record = name == "record"
+                found[index, name] = (
+                    HOST_RECORD.record.from_buffer(part) if is_record else part.view(region.dtype).reshape(region.shape)
+                )
         return found
 
     def constants(self) -> dict[str, int]:
@@ -186,19 +194,24 @@ class RowLayout:
     with_weights: bool = False
     scale_bytes: int = 0  # bytes of one token's scales, 0 when none travel
 
-    def parts(self, capacity: int) -> dict[str, int]:
-        """Bytes of `capacity` rows of each part that travels."""
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of one row of each part that travels, the smallest first."""
         sizes = {
             "rows": self.row_bytes,
             "idx": self.num_topk * self.idx_bytes,
             "weights": self.num_topk * 4 * self.with_weights,
             "scales": self.scale_bytes,
         }
-        return {name: capacity * size for name, size in sizes.items() if size}
+        return {name: size for name, size in sorted(sizes.items(), key=lambda part: part[1]) if size}
+
+    def parts(self, capacity: int) -> dict[str, int]:
+        """Bytes of `capacity` rows of each part that travels, the smallest first."""
+        return {name: capacity * size for name, size in self.sizes.items()}
 
     def fitting(self, num_bytes: int) -> int:
         """The most rows whose parts, one block each, fit into a gap of `num_bytes`."""
-        sizes = self.parts(1).values()
+        sizes = self.sizes.values()
         capacity = num_bytes // sum(sizes)
         while capacity > 0 and sum(align(capacity * size) for size in sizes) > num_bytes:
             capacity -= 1  # a few times: rounding up takes less than 128 bytes of each part

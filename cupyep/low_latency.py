@@ -10,7 +10,7 @@ import numpy as np
 
 from cupyep import abi, checks
 from cupyep.backends import low_latency_checks
-from cupyep.backends.low_latency_shape import LowLatencyShape, size_hint
+from cupyep.backends.low_latency_shape import LowLatencyShape, shape_of, size_hint
 from cupyep.group import Group
 from cupyep.handle import LowLatencyCombineResult, LowLatencyDispatchResult, LowLatencyHandle
 
@@ -92,7 +92,7 @@ class LowLatencyVerbs(Group):
         low_latency_checks.casts(x.shape[1], use_fp8, round_scale, use_ue8m0)
         num_tokens, num_topk = topk_idx.shape
         num_experts = checks.num_experts(num_experts, self.size)
-        shape = LowLatencyShape(
+        shape = shape_of(
             self.size,
             low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, num_tokens, num_topk, num_experts),
             x.shape[1],
@@ -111,7 +111,7 @@ class LowLatencyVerbs(Group):
         num_sms = None if num_sms is None else checks.integer("num_sms", num_sms, 1, engine.max_num_sms)
         low_latency_checks.finish(async_finish, return_recv_hook)
         engine.check_ids()
-        with self._watch():
+        with self._watch:
             results, handle, event, hook = engine.dispatch(
                 shape, inputs, num_sms=num_sms, async_finish=async_finish, split=return_recv_hook
             )
@@ -165,7 +165,7 @@ class LowLatencyVerbs(Group):
         expected = (shape.num_local_experts, shape.num_rows, shape.hidden)
         if tuple(x.shape) != expected:
             raise ValueError(f"x: expected shape {expected}, got {tuple(x.shape)}")
-        checks.payload("x", x[0])
+        checks.addable_rows("x", x)
         checks.boolean("zero_copy", zero_copy)
         if zero_copy and engine.address(x) != engine.address(engine.next_combine_buffer(shape)):
             raise ValueError("x: expected the array of get_next_low_latency_combine_buffer with zero_copy, got another")
@@ -190,7 +190,7 @@ class LowLatencyVerbs(Group):
         inputs = {"x": x, "topk_weights": topk_weights, "out": out}
         low_latency_checks.finish(async_finish, return_recv_hook)
         engine.check_ids()
-        with self._watch():
+        with self._watch:
             combined_x, event, hook = engine.combine(
                 shape, inputs, handle, num_sms=num_sms, async_finish=async_finish, split=return_recv_hook
             )
@@ -244,7 +244,7 @@ class LowLatencyVerbs(Group):
 
     def _combine_shape(self, handle: LowLatencyHandle, dtype: Any) -> LowLatencyShape:
         most = handle.num_max_dispatch_tokens_per_rank
-        return LowLatencyShape(self.size, most, handle.hidden, dtype, handle.num_topk, handle.num_experts)
+        return shape_of(self.size, most, handle.hidden, dtype, handle.num_topk, handle.num_experts)
 
     def _watched(self, hook: Callable[[], None] | None) -> Callable[[], None] | None:
         """`hook`, whose errors are a collective call's."""
@@ -253,7 +253,7 @@ class LowLatencyVerbs(Group):
 
         def watched() -> None:
             self._ready("hook")
-            with self._watch():
+            with self._watch:
                 hook()
 
         return watched

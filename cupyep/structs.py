@@ -1,21 +1,26 @@
 """Structs and constants for Python and CUDA alike, described once.
 
-A Struct gives both a NumPy dtype, from which the host fills memory and kernel arguments, and a C declaration whose
-static_asserts fix its size and every offset. Constants go into `namespace cfg` of the generated prelude.
+A Struct gives a NumPy dtype for memory, a ctypes structure for kernel arguments, whose fields are set several times as
+fast, and a C declaration whose static_asserts fix its size and every offset. Constants go into `namespace cfg` of the
+generated prelude.
 """
 
 from __future__ import annotations
 
+import ctypes
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 
-_TYPES = {  # our name -> (NumPy, C)
-    "u8": ("u1", "unsigned char"),
-    "u32": ("u4", "unsigned int"),
-    "i32": ("i4", "int"),
-    "u64": ("u8", "unsigned long long"),
-    "i64": ("i8", "long long"),
-    "f32": ("f4", "float"),
-    "ptr": ("u8", "unsigned long long"),  # device addresses travel as integers
+_TYPES: dict[str, tuple[str, str, Any]] = {  # our name -> (NumPy, C, ctypes)
+    "u8": ("u1", "unsigned char", ctypes.c_uint8),
+    "u32": ("u4", "unsigned int", ctypes.c_uint32),
+    "i32": ("i4", "int", ctypes.c_int32),
+    "u64": ("u8", "unsigned long long", ctypes.c_uint64),
+    "i64": ("i8", "long long", ctypes.c_int64),
+    "f32": ("f4", "float", ctypes.c_float),
+    "ptr": ("u8", "unsigned long long", ctypes.c_uint64),  # device addresses travel as integers
 }
 
 
@@ -37,10 +42,22 @@ class Struct:
         return (_TYPES[kind][0],) if isinstance(kind, str) else (_TYPES[kind[0]][0], (kind[1],))
 
     @staticmethod
+    def _ctype(kind: str | tuple[str, int] | Struct) -> Any:
+        if isinstance(kind, Struct):
+            return kind.record
+        return _TYPES[kind][2] if isinstance(kind, str) else _TYPES[kind[0]][2] * kind[1]
+
+    @staticmethod
     def _c(key: str, kind: str | tuple[str, int] | Struct) -> str:
         if isinstance(kind, Struct):
             return f"{kind.name} {key}"
         return f"{_TYPES[kind][1]} {key}" if isinstance(kind, str) else f"{_TYPES[kind[0]][1]} {key}[{kind[1]}]"
+
+    @cached_property
+    def record(self) -> Any:
+        """The struct as a class of ctypes, laid out alike. A field that it does not have is an AttributeError."""
+        fields = [(key, self._ctype(kind)) for key, kind in self.fields.items()]
+        return type(self.name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
 
     def declaration(self) -> str:
         """The struct in C, with static_asserts on its size and on the offset of every field."""

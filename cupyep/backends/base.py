@@ -3,81 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from cupyep import abi, checks
 from cupyep.backends.low_latency import LowLatency
+from cupyep.backends.shapes import Outputs, Shape, Tokens
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import CupyepError
 from cupyep.handle import EventOverlap
-from cupyep.layout import RowLayout, align
+from cupyep.layout import align
 
 HEAP_STEP = 1 << 21  # bytes: a heap that nobody has sized is a multiple
 BLOCKS_PER_ARENA = 3  # worst-case blocks: a dispatch output, a combine input, and one more result kept by the caller
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a collective first use prepares: the rows of one kind of dispatch or combine, equal on all ranks."""
-
-    operation: abi.Operation  # PUSH or PULL
-    hidden: int
-    dtype: Any  # NumPy dtype
-    rows: RowLayout
-    scale_dtype: Any = None  # NumPy dtype of the scales that travel
-    by_expert: bool = False  # received rows are grouped by expert
-    local_dtype: Any = (
-        None  # by_expert, PULL: of the experts' outputs; dtype is what they are reduced to before they travel
-    )
-
-    @property
-    def signature(self) -> dict[str, int]:
-        """The words that every rank must post alike, apart from operation, num_experts and handle_id."""
-        flags = abi.Flag.WEIGHTS * self.rows.with_weights | abi.Flag.IDX64 * (self.rows.idx_bytes == 8)
-        flags |= abi.Flag.EXPERT_LAYOUT * self.by_expert
-        return {
-            "dtype": checks.DTYPES[self.dtype] + 16 * checks.DTYPES.get(self.local_dtype, 0),
-            "row_bytes": self.rows.row_bytes,
-            "num_topk": self.rows.num_topk,
-            "flags": flags,
-            "scales": self.rows.scale_bytes * 16 + checks.DTYPES[self.scale_dtype] if self.rows.scale_bytes else 0,
-        }
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """What a dispatch sends, or what came of it. None: does not travel."""
-
-    x: Any
-    scales: Any = None
-    topk_idx: Any = None
-    topk_weights: Any = None
-
-    def shape(self, by_expert: bool = False) -> Shape:
-        """Of the PUSH that sends them."""
-        idx, scales, row_bytes = self.topk_idx, self.scales, self.x.shape[1] * self.x.dtype.itemsize
-        rows = RowLayout(
-            row_bytes,
-            num_topk=0 if idx is None else idx.shape[1],
-            idx_bytes=0 if idx is None else idx.dtype.itemsize,
-            with_weights=self.topk_weights is not None,
-            scale_bytes=0 if scales is None else scales.shape[1] * scales.dtype.itemsize,
-        )
-        scale_dtype = None if scales is None else scales.dtype
-        return Shape(abi.Operation.PUSH, self.x.shape[1], self.x.dtype, rows, scale_dtype, by_expert)
-
-    def map(self, function: Callable[[Any], Any]) -> Tokens:
-        """`function` of each array that travels."""
-        arrays = (self.x, self.scales, self.topk_idx, self.topk_weights)
-        return Tokens(*(None if array is None else function(array) for array in arrays))
-
-
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """What the results of a dispatch are to be like, and what is to be counted on the way; see Buffer.dispatch."""
 
     copy: bool = False
@@ -95,27 +38,7 @@ class Form:
         return align(num_tokens * num_topk + num_local_experts * (self.expert_alignment - 1), self.expert_alignment)
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What a combine brings home: rows, their weights or None, and up to two addends of the sums."""
-
-    x: Any
-    topk_weights: Any = None
-    bias: tuple[Any, ...] = ()
-    wire_dtype: Any = None  # NumPy dtype: in the expert layout x is reduced to it, with the weights, before it travels
-
-    def shape(self, num_topk: int) -> Shape:
-        """Of the PULL that adds them."""
-        hidden, dtype = self.x.shape[1], self.wire_dtype or self.x.dtype
-        with_weights = self.topk_weights is not None and self.wire_dtype is None
-        rows = RowLayout(hidden * dtype.itemsize, num_topk, 0, with_weights)
-        if self.wire_dtype is None:
-            return Shape(abi.Operation.PULL, hidden, dtype, rows)
-        return Shape(abi.Operation.PULL, hidden, dtype, rows, by_expert=True, local_dtype=self.x.dtype)
-
-
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """When an operation runs, and on how much of the GPU; see Buffer.dispatch. previous_event is the backend's."""
 
     num_sms: int | None = None

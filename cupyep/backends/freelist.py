@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from collections import deque
 
 from cupyep.errors import ArenaExhaustedError
@@ -35,12 +35,13 @@ class FreeList:
         """Gives [offset, offset + size) back and merges it with its neighbours."""
         if size == 0:
             return
-        insort(self._gaps, (offset, offset + size))
-        index = bisect_right(self._gaps, (offset, offset + size)) - 1
-        if index + 1 < len(self._gaps) and self._gaps[index + 1][0] == offset + size:
-            self._gaps[index : index + 2] = [(offset, self._gaps[index + 1][1])]
-        if index > 0 and self._gaps[index - 1][1] == offset:
-            self._gaps[index - 1 : index + 1] = [(self._gaps[index - 1][0], self._gaps[index][1])]
+        start, end = offset, offset + size
+        first = last = bisect_right(self._gaps, (start, end))  # the gaps that it replaces are [first, last)
+        if last < len(self._gaps) and self._gaps[last][0] == end:
+            end, last = self._gaps[last][1], last + 1
+        if first > 0 and self._gaps[first - 1][1] == start:
+            start, first = self._gaps[first - 1][0], first - 1
+        self._gaps[first:last] = [(start, end)]
 
     def drain(self) -> None:
         """Frees what finalisers have released."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from cupyep import low_latency_abi
 from cupyep.abi import Operation, Phase
 from cupyep.backends.low_latency_shape import (
+    CHANNEL_OF_SLOT,
     CHANNELS,
     COMBINE,
     DISPATCH,
@@ -48,11 +49,10 @@ class LowLatencyCall:
     tables: dict[str, Any]
     tables_slot: int  # of the dispatch that left them, or leaves them
     num_sms: int | None
-    stream: Any = None
+    channel: Channel = field(init=False)
 
-    @property
-    def channel(self) -> Channel:
-        return Channel(CHANNELS[self.operation] + self.slot)
+    def __post_init__(self) -> None:
+        self.channel = CHANNEL_OF_SLOT[self.operation, self.slot]
 
     @property
     def signature(self) -> int:
@@ -161,6 +161,14 @@ class LowLatency(ABC):
     def _claim(self, operation: Operation, shape: LowLatencyShape) -> int:
         """The slot of the next call; nobody may still need what lies there. Collective where the shape is new."""
         slot = self._numbers[operation] % NUM_SLOTS
+        if self._pending:
+            self._check_pending(operation, slot)
+        if (operation, shape) not in self._prepared:
+            self._prepare(operation, shape)
+        return slot
+
+    def _check_pending(self, operation: Operation, slot: int) -> None:
+        """Calls that wait for their hooks leave `slot` alone."""
         if any(call.slot == slot for call in self._waiting(operation)):
             raise StateError(f"{operation.verb}: {NUM_SLOTS} earlier calls still wait for their hooks")
         if operation == DISPATCH and any(call.tables_slot == slot for call in self._waiting(COMBINE)):
@@ -168,9 +176,6 @@ class LowLatency(ABC):
                 f"{operation.verb}: would write over the tables of the dispatch before the last one, "
                 "which a combine that waits for its hook still needs; call that hook first"
             )
-        if (operation, shape) not in self._prepared:
-            self._prepare(operation, shape)
-        return slot
 
     def _waiting(self, operation: Operation) -> list[LowLatencyCall]:
         """Calls of `operation` whose hooks have not been called."""

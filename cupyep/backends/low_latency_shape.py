@@ -15,6 +15,7 @@ from cupyep.layout import Channel, align
 DISPATCH, COMBINE = Operation.LOW_LATENCY_DISPATCH, Operation.LOW_LATENCY_COMBINE
 NUM_SLOTS = 2  # calls of one verb whose results are valid, and channels of that verb
 CHANNELS = {DISPATCH: Channel.LOW_LATENCY_DISPATCH_0, COMBINE: Channel.LOW_LATENCY_COMBINE_0}  # of slot 0
+CHANNEL_OF_SLOT = {(verb, slot): Channel(first + slot) for verb, first in CHANNELS.items() for slot in range(NUM_SLOTS)}
 NUM_REGIONS = 4  # one for each channel, of equal size
 SCALE_GROUP = 128  # values of a row that share a scale
 EXPERT_BITS = 10  # of a meta word; the place stands above them
@@ -94,6 +95,9 @@ class LowLatencyShape:
             "positions": ((rows, self.num_topk), np.int32),
             "weights": ((rows, self.num_topk), np.float32),
         }
+
+
+shape_of = functools.cache(LowLatencyShape)  # the same one for the same fields: calls look it up
 
 
 @functools.cache

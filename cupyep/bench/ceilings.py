@@ -11,9 +11,9 @@ import numpy as np
 
 from cupyep import abi
 from cupyep.abi import Operation
-from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan
 from cupyep.backends.cuda.kernels import Call, Kernel
+from cupyep.backends.shapes import Shape
 from cupyep.bench.timing import CudaClock, measure
 from cupyep.layout import RowLayout, align
 
@@ -52,10 +52,9 @@ class Probe:
         self, kernel: str, num_sms: int, src: list[int], dst: list[int], num_bytes: int, reads: int = 1, writes: int = 1
     ) -> None:
         """Moves units until one array of `src` or `dst` is through; see ceilings.cu. The host goes on at once."""
-        padding = [0] * abi.CEILING_ARRAYS
         self._call.set(
-            src=(src + padding)[: abi.CEILING_ARRAYS],
-            dst=(dst + padding)[: abi.CEILING_ARRAYS],
+            src=tuple(src[: abi.CEILING_ARRAYS]),  # the rest is 0
+            dst=tuple(dst[: abi.CEILING_ARRAYS]),
             num_units=num_bytes // self.chunk_bytes,
             num_src=max(1, len(src)),
             num_dst=max(1, len(dst)),

@@ -6,7 +6,6 @@ from typing import Any
 
 import cupy
 
-from cupyep.abi import Operation
 from cupyep.backends.cuda import jit, plan
 from cupyep.backends.cuda.kernels import Kernel
 from cupyep.bench.ranks import BufferRank
@@ -42,10 +41,8 @@ class GpuRank(BufferRank):
 
     def barriers(self, num_sms: int) -> None:
         """NUM_BARRIERS of them in one launch."""
-        call = self.launcher._barrier
-        call.post({}, operation=Operation.BARRIER)
         with self.device:
-            self._barriers.launch(1, call, self.stream)
+            self._barriers.launch(1, self.launcher._barrier, self.stream)
 
     def graph(self, action: str, num_sms: int | None, count: int) -> Any:
         """`count` actions of one kind as a CUDA graph, uploaded: its first launch must not wait for anything."""

@@ -8,7 +8,7 @@ import cupy
 import numpy as np
 
 from cupyep import abi
-from cupyep.backends.base import Outputs, Tokens
+from cupyep.backends.shapes import Outputs, Tokens
 from cupyep.bench.cases import VERBS
 from cupyep.bench.ceilings import Probe
 from cupyep.bench.gpu import GpuRank

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyep.backends.base import Form, Outputs, Run, Tokens
+from cupyep.backends.base import Form, Run
 from cupyep.backends.numpy.backend import NumpyBackend
+from cupyep.backends.shapes import Outputs, Tokens
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import PeerTimeoutError

@@ -17,9 +17,9 @@ from cases import CASES, DTYPES
 from multirank.test_low_latency import JOBS
 
 from cupyep import abi
-from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan, warmup
 from cupyep.backends.low_latency_shape import COMBINE, DISPATCH, LowLatencyShape
+from cupyep.backends.shapes import Shape
 from cupyep.layout import RowLayout
 
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from cupyep import abi
 from cupyep.abi import Operation
-from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan
 from cupyep.backends.low_latency_shape import LowLatencyShape
+from cupyep.backends.shapes import Shape
 from cupyep.layout import RowLayout
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -23,8 +23,9 @@ from multirank.checks import assert_bits
 
 from cupyep import layout
 from cupyep.abi import Operation
-from cupyep.backends.base import Form, Shape, Tokens
+from cupyep.backends.base import Form
 from cupyep.backends.cuda import launcher, plan
+from cupyep.backends.shapes import Shape, Tokens
 from cupyep.errors import CupyepError
 from ptxsim.memory import GLOBAL, POISON, Space
 from ptxsim.scheduler import Scheduler

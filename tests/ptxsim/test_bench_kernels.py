@@ -12,7 +12,6 @@ from cases import Case
 pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="PTX needs CuPy with NVRTC", exc_type=ImportError)
 
 from cupyep import abi
-from cupyep.abi import Operation
 from cupyep.backends.cuda.kernels import Call
 from cupyep.bench.ceilings import FILL, smem_bytes
 from ptxsim.harness import Group, Job
@@ -33,11 +32,10 @@ def run(kernel: str, seed: int, num_units: int, num_src: int, num_dst: int, read
     for address, array in zip(addresses["src"], src, strict=True):
         space.write(0, address, array)
     addresses["dst"] = [space.allocate((num_units + 1) * CHUNK) for _ in range(num_dst)]
-    padding = [0] * abi.CEILING_ARRAYS
     call = Call(abi.CEILING_PARAMS, {})
     call.set(num_units=num_units, num_src=max(1, num_src), num_dst=max(1, num_dst), reads=reads, writes=writes)
     for name, values in addresses.items():
-        call.set(**{name: (values + padding)[: abi.CEILING_ARRAYS]})  # type: ignore[arg-type]
+        call.set(**{name: tuple(values[: abi.CEILING_ARRAYS])})
     code = program(kernel, "ceilings", "sm_80" if kernel == "copy" else "sm_90", 1, CONSTANTS, ())
     struct = ctypes.c_uint64.from_address(call.arguments).value
     scheduler = Scheduler(space, seed)
@@ -81,7 +79,6 @@ def test_barriers_let_nobody_through_early(seed: int) -> None:
     def start(rank: Any) -> None:
         arrived.append(rank.rank)
         call = rank.launcher._barrier
-        call.post({}, operation=Operation.BARRIER)
         params = ctypes.string_at(ctypes.c_uint64.from_address(call.arguments).value, code.param_bytes)
         rank.space.write(rank.rank, rank.pinned.ptr, np.frombuffer(rank.pinned, np.uint8))
         group.scheduler.launch(rank.rank, code, 1, 32, 0, params, rank.fetch_pinned)

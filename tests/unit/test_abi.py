@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from itertools import pairwise
 
@@ -51,6 +52,17 @@ def asserted_values(constants: dict[str, int]) -> str:
 @pytest.mark.parametrize("struct", [*STRUCTS, *ADVERSARIAL], ids=lambda struct: struct.name)
 def test_c_and_numpy_agree_on_a_struct(struct: Struct) -> None:
     compile_prelude(emit({}, with_inner(struct)))
+
+
+@pytest.mark.parametrize("struct", [*STRUCTS, *ADVERSARIAL], ids=lambda struct: struct.name)
+def test_ctypes_and_numpy_agree_on_a_struct(struct: Struct) -> None:
+    assert ctypes.sizeof(struct.record) == struct.dtype.itemsize
+    assert struct.dtype.fields is not None
+    for name, (dtype, offset, *_) in struct.dtype.fields.items():
+        field = getattr(struct.record, name)
+        assert (field.offset, field.size) == (offset, dtype.itemsize), name
+    with pytest.raises(AttributeError):
+        struct.record().no_such_field = 1
 
 
 @needs_nvrtc

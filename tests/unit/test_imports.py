@@ -22,7 +22,7 @@ LAYERS = (
     {"abi"},
     {"low_latency_abi"},
     {"layout", "checks", "handle"},
-    {"config", "comm"},
+    {"config", "comm", "watch"},
     {"model"},
     {"backends"},
     {"group", "threads", "quantize"},

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import cupy
 import numpy as np
 from cupy.cuda import runtime
 
-from cupyep import env
 from cupyep.backends.freelist import FreeList
 from cupyep.comm import Communicator
 from cupyep.errors import ArenaExhaustedError, TopologyError
@@ -80,16 +80,21 @@ class Arena:
                 raise TopologyError("a rank cannot open a peer's memory", matrix) from error
 
     def block(self, num_bytes: int, stream: Any) -> Block:
-        """A heap block for use on `stream`; it goes back when its last array dies. Raises ArenaExhaustedError."""
-        self.drain()
+        """A heap block for use on `stream`; it goes back when its last array dies. Raises ArenaExhaustedError.
+
+        After `drain`, which takes back what was released.
+        """
         offset, size = self.heap.alloc(num_bytes)
         block = Block(self, offset, size, self.remember(stream))
         self.live[offset] = weakref.ref(block), block.streams
-        if env.poison():
-            runtime.deviceSynchronize()  # earlier users of this memory
-            runtime.memset(self.address + offset, 0xFF, size)
-            runtime.deviceSynchronize()
         return block
+
+    def poison(self, blocks: Iterable[Block]) -> None:
+        """Fills blocks with 0xFF bytes."""
+        runtime.deviceSynchronize()  # earlier users of this memory
+        for block in blocks:
+            runtime.memset(block.address, 0xFF, block.size)
+        runtime.deviceSynchronize()
 
     def adopt(self, memory: cupy.cuda.MemoryPointer, num_bytes: int, stream: Any) -> Block:
         """Memory of CuPy's pool as a block for use on `stream`: it goes back in the way that heap blocks do."""
@@ -107,10 +112,13 @@ class Arena:
 
     def take_waiting(self) -> list[Any]:
         """The streams that released blocks were used on. The caller waits for them before it allocates anything."""
+        if not self.waiting:
+            return []
         self._returning.clear()
-        streams, self.waiting = [self._streams[address] for address in self.waiting], set()
-        used = {address for _, addresses in self._borrowed() for address in addresses}
-        self._streams = {address: stream for address, stream in self._streams.items() if address in used}
+        taken, self.waiting = self.waiting, set()
+        streams = [self._streams[address] for address in taken]
+        for address in taken.difference(*[used for _, used in self._borrowed()]):
+            del self._streams[address]  # no block is left that may have to wait for it
         return streams
 
     @property
@@ -194,7 +202,7 @@ class Block:
     def array(self, shape: tuple[int, ...], dtype: Any, order: str = "C") -> cupy.ndarray:
         """An array over the block's start; it and its views keep the block."""
         memory = cupy.cuda.UnownedMemory(self.address, self.size, self, self._arena._device)
-        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), order=order)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), None, order)
 
     def __del__(self) -> None:
         self._arena.released.append((self.offset, self.size, self._memory, self.streams))

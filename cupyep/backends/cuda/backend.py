@@ -11,7 +11,7 @@ import numpy as np
 from cupy.cuda import runtime
 
 from cupyep.abi import AbortKind, Operation
-from cupyep.backends.base import Capacity, Run, Shape
+from cupyep.backends.base import Capacity, Run
 from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.arrays import asarray, aswritable
@@ -24,6 +24,7 @@ from cupyep.backends.cuda.launcher import Launcher
 from cupyep.backends.cuda.low_latency import CudaLowLatency
 from cupyep.backends.cuda.meetings import Meetings
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
+from cupyep.backends.shapes import Shape
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import PeerError
@@ -41,7 +42,7 @@ class CudaBackend(Dispatch, Combine):
         super().__init__(comm, config)
         self._claim = devices.choose(comm, device, num_sms, config.timeout_s)
         self._device = self._claim.device
-        self._machine, self._wanted_sms = devices.machine(self._device), dict[tuple[Operation, int, int], int]()
+        self._machine, self._chosen_sms = devices.machine(self._device), dict[tuple[Shape, int], int]()
         try:
             with cupy.cuda.Device(self._device):
                 self._comm_stream, self._meetings = CommStream(), Meetings(comm, config.timeout_s)
@@ -115,7 +116,7 @@ class CudaBackend(Dispatch, Combine):
             return in_rank.sum(axis=0, dtype=np.int32), per_expert, in_rank, event
 
     def barrier(self) -> CudaEvent:
-        with self._operation(Operation.BARRIER, Run()) as current:
+        with cupy.cuda.Device(self._device), self._operation(Operation.BARRIER, Run()) as current:
             with self._launching(Operation.BARRIER, current):
                 self._launcher.barrier()
             return self._finish(current, Run())

@@ -8,10 +8,11 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cupyep.backends.base import Shape, Tokens
+from cupyep import env
 from cupyep.backends.cuda import graphs
 from cupyep.backends.cuda.arena import Arena, Block
 from cupyep.backends.cuda.streams import CommStream
+from cupyep.backends.shapes import Shape, Tokens
 from cupyep.errors import ArenaExhaustedError
 
 
@@ -24,22 +25,28 @@ class Blocks:
     def allocate(self, sizes: dict[str, int], current: Any) -> dict[str, Block]:
         """A block for each part of `sizes` (bytes). Raises ArenaExhaustedError and then holds none.
 
-        The largest comes last: what is trimmed off it borders on free memory then, and large gaps stay large. Blocks
-        may have been in use on other streams: the communication stream waits for what these have been given.
+        The largest should come last: what is trimmed off it borders on free memory then, and large gaps stay large.
+        Blocks may have been in use on other streams: the communication stream waits for what these have been given.
         """
         graphs.release_unused()
-        by_size = sorted(sizes.items(), key=lambda part: part[1])
-        blocks = {name: self._arena.block(size, current) for name, size in by_size}
         self.settle()
+        blocks = {name: self._arena.block(size, current) for name, size in sizes.items()}
+        if env.poison():
+            self._arena.poison(blocks.values())
         self._pin(blocks)
         return blocks
 
-    def settle(self) -> None:
-        """Takes back what was released; our stream waits for its users. A graph cannot: there the host does."""
+    def settle(self, current: Any = None) -> None:
+        """Takes back what was released; our stream waits for its users. A graph cannot: there the host does.
+
+        `current`: what our stream follows next, into its capture if it is captured. Then it need not wait for it here.
+        """
         self._arena.drain()
+        behind = self._comm_stream.stream if current is None else current
         for stream in self._arena.take_waiting():
-            if not self._comm_stream.stream.is_capturing():
-                self._comm_stream.follow(stream)
+            if not behind.is_capturing():
+                if current is None or stream.ptr != current.ptr:
+                    self._comm_stream.follow(stream)
             elif not stream.is_capturing():  # one that is captured is behind what it did before
                 stream.synchronize()
 
@@ -114,20 +121,11 @@ def offsets(blocks: dict[str, Block] | ArenaExhaustedError) -> dict[str, int] | 
 
 def received(blocks: dict[str, Block], shape: Shape, num_rows: int) -> Tokens:
     """What was received, as exact views; what the worst case took beyond them goes back."""
-    rows, sizes = shape.rows, shape.rows.parts(num_rows)
-    columns = {
-        "rows": (shape.hidden, shape.dtype),
-        "scales": (rows.scale_bytes // shape.scale_dtype.itemsize if rows.scale_bytes else 0, shape.scale_dtype),
-        "idx": (rows.num_topk, np.dtype(f"i{rows.idx_bytes or 8}")),
-        "weights": (rows.num_topk, np.dtype(np.float32)),
-    }
-    arrays: list[Any] = []
-    for name, (num_columns, dtype) in columns.items():
-        if name not in rows.parts(1):
-            arrays.append(None)
-        elif name not in blocks:  # the arena had no room, but no row came either
-            arrays.append(cupy.empty((0, num_columns), dtype))
+    arrays: dict[str, Any] = {}
+    for name, (num_columns, dtype) in shape.columns.items():
+        if (block := blocks.get(name)) is None:  # the arena had no room, but no row came either
+            arrays[name] = cupy.empty((0, num_columns), dtype)
         else:
-            blocks[name].trim(sizes[name])
-            arrays.append(blocks[name].array((num_rows, num_columns), dtype))
-    return Tokens(*arrays)
+            block.trim(num_rows * shape.rows.sizes[name])
+            arrays[name] = block.array((num_rows, num_columns), dtype)
+    return Tokens(*map(arrays.get, ("rows", "scales", "idx", "weights")))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import cupy
 import numpy as np
 
 from cupyep.abi import Operation
-from cupyep.backends.base import Outputs, Run, Shape
+from cupyep.backends.base import Run
 from cupyep.backends.cuda.arrays import plain
 from cupyep.backends.cuda.blocks import offsets
 from cupyep.backends.cuda.launcher import CudaHandle
 from cupyep.backends.cuda.session import Session
+from cupyep.backends.shapes import Outputs, Shape
 from cupyep.errors import ArenaExhaustedError
 
 
@@ -21,9 +23,10 @@ class Combine(Session):
     def combine(self, outputs: Outputs, handle: CudaHandle, out: Any, run: Run) -> tuple:
         shape = outputs.shape(handle.num_topk)
         num_sms = self._num_sms(run, shape, handle.num_topk)
-        not_captured = "" if shape in self._prepared else self._not_loaded
-        with self._operation(Operation.PULL, run, not_captured) as current:
-            self._agree(shape, handle, current)
+        not_captured = "" if (ready := shape in self._prepared) else self._not_loaded
+        with cupy.cuda.Device(self._device), self._operation(Operation.PULL, run, not_captured) as current:
+            if not ready:
+                self._agree(shape, handle, current)
             where: Any
             if handle.expert_rows is None:
                 where, staged = self._blocks.visible({"rows": outputs.x, "weights": outputs.topk_weights})

@@ -9,7 +9,6 @@ case, blocks keep that size, and the host waits for nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -17,13 +16,15 @@ import numpy as np
 from cupy.cuda import runtime
 
 from cupyep.abi import Operation, Verdict
-from cupyep.backends.base import Form, Run, Shape, Tokens
+from cupyep.backends.base import Form, Run
 from cupyep.backends.cuda.arena import Block
 from cupyep.backends.cuda.arrays import plain
 from cupyep.backends.cuda.blocks import offsets, received
 from cupyep.backends.cuda.launcher import CudaHandle, Routing
 from cupyep.backends.cuda.session import Session
+from cupyep.backends.shapes import Shape, Tokens
 from cupyep.errors import ArenaExhaustedError, CupyepError
+from cupyep.layout import ALIGNMENT, align
 
 _ANY = 2**32 - 1  # capacity in COUNT of an arena that is yet to be sized; tokens, where any number will do
 
@@ -41,15 +42,17 @@ class Dispatch(Session):
         not_captured = ""
         if not (ready and fixed):
             not_captured = f"num_worst_tokens= is needed, no more than the arena was sized for, and {self._not_loaded}"
-        with self._operation(Operation.COUNT, run, not_captured) as current:
+        with cupy.cuda.Device(self._device), self._operation(Operation.COUNT, run, not_captured) as current:
             sent = tokens.map(plain)
-            order = self._blocks.lent((num_tokens, size), np.int32, current)
-            words = self._blocks.lent((2 + size + 1 + num_local,), np.int32, current)
+            num_words = 2 + size + 1 + num_local
+            start = align(num_words, ALIGNMENT // 4)
+            memory = self._blocks.lent((start + num_tokens * size,), np.int32, current)
+            words, order = memory[:num_words], memory[start:].reshape(num_tokens, size)
             routing = Routing(self._handle_id, num_experts, order, words, fixed or _ANY)
             blocks: dict[str, Block] | ArenaExhaustedError = {}
             if ready:
                 blocks, capacity = self._blocks_ahead(shape, fixed, free, current)
-                routing = replace(routing, capacity=capacity)
+                routing = routing._replace(capacity=capacity)
             with self._launching(Operation.COUNT, current):
                 most_tokens = _ANY if fixed else self.capacity.max_tokens_per_rank
                 self._launcher.count(shape, routing, sent.topk_idx, most_tokens, free, form)
@@ -66,29 +69,29 @@ class Dispatch(Session):
                     blocks = {}  # whoever keeps the error must not keep them
                     raise
             num_recv = fixed or sum(counted.rows)  # type: ignore[union-attr]
-            routing = replace(routing, capacity=num_recv)
+            routing = routing._replace(capacity=num_recv)
             if counted and (not ready or counted.verdict == Verdict.GROW):
                 blocks = {}  # of an arena that may be replaced now
                 self.prepare(shape, counted.most_tokens, fixed)
                 blocks = self._push_counted(shape, routing, sent, fixed, num_sms, current)
             if isinstance(blocks, ArenaExhaustedError):  # no peer has a row for us, or COUNT would have told all ranks
                 raise blocks
+            came, placed = received(blocks, shape, num_recv), None
+            listings = counted.experts if counted and not fixed else []
+            if form.by_expert:
+                placed = self._experts.arrange(came.topk_idx, routing.recv_count, listings, num_local, form, current)
             handle = CudaHandle(
                 num_tokens=num_tokens,
                 num_topk=shape.rows.num_topk,
                 num_experts=num_experts,
                 num_recv_tokens=num_recv,
                 num_recv_tokens_per_rank=counted.rows if counted and not fixed else [],
-                num_recv_tokens_per_expert=counted.experts if counted and not fixed else [],
+                num_recv_tokens_per_expert=listings,
                 handle_id=routing.handle_id,
                 owner=self,
+                expert_rows=placed,
                 routing=routing,
             )
-            came = received(blocks, shape, num_recv)
-            if form.by_expert:
-                listings = handle.num_recv_tokens_per_expert
-                placed = self._experts.arrange(came.topk_idx, handle.recv_count, listings, num_local, form, current)
-                handle = replace(handle, expert_rows=placed)
             came = self._formed(came, handle, form, current)
             event = self._finish(current, run, (tokens, sent, form))
         return came, handle, event, counted.bad_id if counted else None
@@ -124,9 +127,10 @@ class Dispatch(Session):
     def cached_dispatch(self, tokens: Tokens, handle: CudaHandle, form: Form, run: Run) -> tuple:
         shape, num_recv = tokens.shape(handle.expert_rows is not None), handle.num_recv_tokens
         num_sms = self._num_sms(run, shape, handle.num_topk)
-        not_captured = "" if shape in self._prepared else self._not_loaded
-        with self._operation(Operation.PUSH, run, not_captured) as current:
-            self._agree(shape, handle, current)
+        not_captured = "" if (ready := shape in self._prepared) else self._not_loaded
+        with cupy.cuda.Device(self._device), self._operation(Operation.PUSH, run, not_captured) as current:
+            if not ready:
+                self._agree(shape, handle, current)
             sent, blocks = tokens.map(plain), self._blocks.try_allocate(shape.rows.parts(num_recv), current)
             with self._launching(Operation.PUSH, current):
                 self._launcher.push(shape, handle.routing, sent, offsets(blocks), num_sms)
@@ -137,7 +141,7 @@ class Dispatch(Session):
         """What was received, as the caller wants it; copies are made in the communication stream's order."""
         if handle.expert_rows is not None:
             x, scales = (self._experts.expand(part, handle, form.zero_gaps, current) for part in (came.x, came.scales))
-            came = replace(came, x=x, scales=scales)
+            came = came._replace(x=x, scales=scales)
 
         def copy(array: Any, order: str = "C") -> Any:
             result = self._blocks.lent(array.shape, array.dtype, current, order)
@@ -145,9 +149,10 @@ class Dispatch(Session):
             return result
 
         if form.copy and handle.expert_rows is not None:
-            came = replace(Tokens(None, None, came.topk_idx, came.topk_weights).map(copy), x=came.x, scales=came.scales)
+            copies = Tokens(None, None, came.topk_idx, came.topk_weights).map(copy)
+            came = copies._replace(x=came.x, scales=came.scales)
         elif form.copy:
             came = came.map(copy)
         if came.scales is not None and form.scales_order == "F":
-            came = replace(came, scales=copy(came.scales, "F"))
+            came = came._replace(scales=copy(came.scales, "F"))
         return came

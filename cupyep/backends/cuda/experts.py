@@ -12,10 +12,11 @@ import cupy
 import numpy as np
 
 from cupyep import abi
-from cupyep.backends.base import Form, Shape
+from cupyep.backends.base import Form
 from cupyep.backends.cuda.blocks import Blocks
 from cupyep.backends.cuda.kernels import Call, Kernels
 from cupyep.backends.cuda.launcher import CudaHandle
+from cupyep.backends.shapes import Shape
 from cupyep.handle import ExpertRows
 from cupyep.layout import align
 

@@ -42,6 +42,8 @@ def pin(stream: cupy.cuda.Stream, objects: Any) -> None:
 
 def release_unused() -> None:
     """Lets go of what only graphs used that are gone."""
+    if not _pinned:
+        return
     with _pinned_lock:  # ranks may be threads
         for semaphore in list(_pinned):
             if _libc.sem_trywait(ctypes.c_void_p(semaphore)) == 0:

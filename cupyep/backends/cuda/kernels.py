@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import cupy
-import numpy as np
 from cupy.cuda import driver
 
 from cupyep import abi
-from cupyep.backends.base import Shape
 from cupyep.backends.cuda import jit, plan
 from cupyep.backends.low_latency_shape import LowLatencyShape
+from cupyep.backends.shapes import Shape
 from cupyep.structs import Struct
 
 
 class Call:
     """The parameter struct of a kernel, filled anew for each launch: the driver copies it then."""
 
-    def __init__(self, params: Struct, sync: dict[str, Any]) -> None:
-        self._record = params()
-        for name, value in sync.items():
-            self._record["sync"][name] = value
-        self._post = self._record["post"] if "post" in params.fields else None
-        self._pointers = np.array([self._record.ctypes.data], np.uintp)
-        self.arguments = self._pointers.ctypes.data  # what the driver wants: an array of pointers to arguments
+    def __init__(self, params: Struct, sync: dict[str, int]) -> None:
+        self._record = params.record()
+        if sync:
+            self.within("sync", **sync)
+        self._pointer = ctypes.c_void_p(ctypes.addressof(self._record))
+        self.arguments = ctypes.addressof(self._pointer)  # what the driver wants: an array of pointers to arguments
 
-    def set(self, **fields: int | list[int]) -> None:
+    def set(self, **fields: int | tuple[int, ...]) -> None:
         """Sets fields of the struct itself."""
+        record = self._record
         for name, value in fields.items():
-            self._record[name] = value
+            setattr(record, name, value)
 
     def within(self, part: str, **fields: int) -> None:
         """Sets fields of an inner struct."""
-        inner = self._record[part]
+        inner = getattr(self._record, part)
         for name, value in fields.items():
-            inner[name] = value
-
-    def post(self, signature: dict[str, int], **fields: int) -> None:
-        """Sets fields of the struct's Post."""
-        for name, value in (*signature.items(), *fields.items()):
-            self._post[name] = value  # type: ignore[index]
+            setattr(inner, name, value)
 
 
 class Kernel:

@@ -6,20 +6,22 @@ Nothing here waits, but for `counted`. The order of one rank's launches is the o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 
 from cupyep import abi, layout
 from cupyep.abi import AbortKind, Operation, Status, Verdict
-from cupyep.backends.base import Form, Shape, Tokens
+from cupyep.backends.base import Form
 from cupyep.backends.cuda.arena import Arena, abort_word
-from cupyep.backends.cuda.kernels import Call, Kernels
+from cupyep.backends.cuda.kernels import Call, Kernel, Kernels
+from cupyep.backends.shapes import Shape, Tokens
 from cupyep.backends.verdict import abort_error, signature_mismatch
 from cupyep.comm import Communicator
 from cupyep.errors import ArenaExhaustedError, CupyepError
 from cupyep.handle import Handle
+from cupyep.structs import Struct
 
 COUNT, OTHERS = 0, 1  # the two host records
 
@@ -27,8 +29,7 @@ COUNT, OTHERS = 0, 1  # the two host records
 Where = dict[str, int] | ArenaExhaustedError
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Where the tokens of one dispatch go, on the GPU.
 
     order: `[num_tokens, num_ranks]` int32, a token's place among this rank's tokens for that rank, or -1;
@@ -41,6 +42,11 @@ class Routing:
     order: cupy.ndarray
     words: cupy.ndarray
     capacity: int
+
+    @property
+    def recv_count(self) -> cupy.ndarray:
+        first = 2 + self.order.shape[1]
+        return self.words[first : first + 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,15 +62,14 @@ class CudaHandle(Handle):
 
     @property
     def recv_count(self) -> cupy.ndarray:
-        first = 2 + self.routing.order.shape[1]
-        return self.routing.words[first : first + 1]
+        return self.routing.recv_count
 
     @property
     def recv_count_per_expert(self) -> cupy.ndarray:
         return self.routing.words[3 + self.routing.order.shape[1] :]
 
 
-def host_records(num_ranks: int) -> tuple[Any, dict[tuple[int, str], np.ndarray]]:
+def host_records(num_ranks: int) -> tuple[Any, dict[tuple[int, str], Any]]:
     """Pinned memory in which the device tells the host, all zero, and its parts: see HostLayout.views."""
     host_layout = layout.HostLayout(num_ranks)
     pinned = cupy.cuda.alloc_pinned_memory(host_layout.num_bytes)
@@ -73,8 +78,7 @@ def host_records(num_ranks: int) -> tuple[Any, dict[tuple[int, str], np.ndarray]
     return pinned, host_layout.views(host)
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(NamedTuple):
     """What COUNT found: rows from each rank, listings of each local expert, most tokens of any rank, a bad id."""
 
     rows: list[int]
@@ -93,6 +97,7 @@ class Launcher:
         self._arena, self._kernels, self._stream, self._timeout_s = arena, kernels, stream, timeout_s
         self._rank, self._num_ranks = comm.rank, comm.size
         self._pinned, self._host = host_records(comm.size)
+        self._records = [self._host[index, "record"] for index in (COUNT, OTHERS)]
         self.operation = Operation.BARRIER  # the last one launched, or about to be
         sync = {
             "peers": arena.peers.data.ptr,
@@ -100,19 +105,31 @@ class Launcher:
             "timeout_ns": int((timeout_s or 0) * 1e9),
             "rank": comm.rank,
         }
-        normal, barrier = ({**sync, "channel": channel} for channel in (layout.Channel.NORMAL, layout.Channel.BARRIER))
-        self._count, self._push, self._pull = (
-            Call(params, normal) for params in (abi.COUNT_PARAMS, abi.PUSH_PARAMS, abi.PULL_PARAMS)
-        )
-        self._agree, self._barrier = Call(abi.BARRIER_PARAMS, normal), Call(abi.BARRIER_PARAMS, barrier)
-        self._abort = Call(abi.ABORT_PARAMS, normal)
+        self._sync = {**sync, "channel": layout.Channel.NORMAL}
+        self._counts: dict[Shape, Call] = {}
+        self._moves: dict[Shape, tuple[Kernel, Call]] = {}  # PUSH and PULL
+        self._barrier = Call(abi.BARRIER_PARAMS, {**sync, "channel": layout.Channel.BARRIER})
+        self._barrier.within("post", operation=Operation.BARRIER)
+        self._abort = Call(abi.ABORT_PARAMS, self._sync)
+
+    def _call(self, params: Struct, shape: Shape, operation: Operation) -> Call:
+        """Parameters with all that stays as it is for operations of one shape."""
+        call = Call(params, self._sync)
+        call.within("post", operation=operation, **shape.signature)
+        return call
+
+    def _move(self, shape: Shape, params: Struct) -> tuple[Kernel, Call]:
+        """The kernel of a shape that was loaded, and its parameters."""
+        if (found := self._moves.get(shape)) is None:
+            found = self._moves[shape] = self._kernels.of(shape), self._call(params, shape, shape.operation)
+        return found
 
     def count(self, shape: Shape, routing: Routing, topk_idx: Any, max_tokens: int, free: int, form: Form) -> None:
         """Launches COUNT; its result is there once the stream has passed it. `free`: bytes, for peers' messages."""
-        call = self._count
-        call.post(
-            shape.signature,
-            operation=Operation.COUNT,
+        if (call := self._counts.get(shape)) is None:
+            call = self._counts[shape] = self._call(abi.COUNT_PARAMS, shape, Operation.COUNT)
+        call.within(
+            "post",
             num_experts=routing.num_experts,
             handle_id=form.num_worst_tokens,
             num_tokens=len(topk_idx),
@@ -132,23 +149,23 @@ class Launcher:
 
     def counted(self, shape: Shape, num_local_experts: int) -> Counted:
         """After COUNT: what it found. Raises MismatchError, PeerError, ArenaExhaustedError, on all ranks alike."""
-        record = self._host[COUNT, "record"]
-        verdict, bad_id = Verdict(int(record["verdict"])), self._take_bad_id()
+        record = self._records[COUNT]
+        verdict, bad_id = Verdict(record.verdict), self._take_bad_id()
         if verdict not in (Verdict.DONE, Verdict.GROW):
             raise self._error(COUNT)
-        record["verdict"] = Verdict.DONE
+        record.verdict = Verdict.DONE
         return Counted(
             self._host[COUNT, "host_rows"].tolist(),
             self._host[COUNT, "host_experts"][:num_local_experts].tolist(),
-            int(record["most_tokens"]),
+            record.most_tokens,
             bad_id,
             verdict,
         )
 
     def _take_bad_id(self) -> int | None:
-        record = self._host[COUNT, "record"]
-        has_bad_id, record["has_bad_id"] = bool(record["has_bad_id"]), 0
-        return int(record["bad_id"]) if has_bad_id else None
+        record = self._records[COUNT]
+        has_bad_id, record.has_bad_id = record.has_bad_id, 0
+        return record.bad_id if has_bad_id else None
 
     def check_ids(self) -> None:
         """Raises ValueError for an id of a dispatch whose counts the host did not wait for."""
@@ -157,8 +174,8 @@ class Launcher:
 
     def push(self, shape: Shape, routing: Routing, tokens: Tokens, where: Where, num_sms: int) -> None:
         """Launches PUSH. `where`: offsets of our rows, idx, weights and scales, or why there is no block."""
-        call = self._push
-        self._post(call, shape, routing, where)
+        kernel, call = self._move(shape, abi.PUSH_PARAMS)
+        self._post(call, routing, where)
         call.set(
             x=tokens.x.data.ptr,
             topk_idx=_pointer(tokens.topk_idx),
@@ -169,32 +186,32 @@ class Launcher:
             num_tokens=len(tokens.x),
             num_local_experts=routing.num_experts // self._num_ranks,
         )
-        self._kernels.of(shape).launch(num_sms, call, self._stream)
+        kernel.launch(num_sms, call, self._stream)
 
     def pull(
         self, shape: Shape, routing: Routing, out: Any, out_weights: Any, bias: tuple, where: Where, num_sms: int
     ) -> None:
         """Launches PULL. `where`: offsets of our input rows and weights, or why there is no block."""
-        call = self._pull
-        self._post(call, shape, routing, where)
+        kernel, call = self._move(shape, abi.PULL_PARAMS)
+        self._post(call, routing, where)
         call.set(
             out=out.data.ptr,
             out_weights=_pointer(out_weights),
-            bias=[*map(_pointer, bias), 0, 0][:2],
+            bias=tuple(map(_pointer, bias)),  # the rest is 0
             order=routing.order.data.ptr,
             routing=routing.words.data.ptr,
             num_tokens=len(out),
         )
-        self._kernels.of(shape).launch(num_sms, call, self._stream)
+        kernel.launch(num_sms, call, self._stream)
 
     def agree(self, shape: Shape, routing: Routing) -> None:
         """Launches an operation that moves nothing: it tells whether all ranks mean the same."""
-        self._post(self._agree, shape, routing, {})
-        self._kernels.barrier.launch(1, self._agree, self._stream)
+        call = self._call(abi.BARRIER_PARAMS, shape, shape.operation)
+        self._post(call, routing, {})
+        self._kernels.barrier.launch(1, call, self._stream)
 
     def barrier(self) -> None:
         """Launches BARRIER."""
-        self._barrier.post({}, operation=Operation.BARRIER)
         self._kernels.barrier.launch(1, self._barrier, self._stream)
 
     def abort(self, kind: AbortKind, peer: int, stream: Any) -> None:
@@ -204,8 +221,8 @@ class Launcher:
 
     def check(self) -> None:
         """Raises what an operation behind us has met, as far as the device has told."""
-        for index in (COUNT, OTHERS):
-            if self._host[index, "record"]["verdict"]:
+        for index, record in enumerate(self._records):
+            if record.verdict:
                 raise self._error(index)
 
     def check_abort(self) -> None:
@@ -214,12 +231,11 @@ class Launcher:
             raise abort_error(word, self._timeout_s or 0)
 
     @staticmethod
-    def _post(call: Call, shape: Shape, routing: Routing, where: Where) -> None:
+    def _post(call: Call, routing: Routing, where: Where) -> None:
         failed = isinstance(where, ArenaExhaustedError)
         offsets = {"rows": where.needed, "idx": where.free} if isinstance(where, ArenaExhaustedError) else where
-        call.post(
-            shape.signature,
-            operation=shape.operation,
+        call.within(
+            "post",
             num_experts=routing.num_experts,
             handle_id=routing.handle_id,
             status=Status.FAILED if failed else Status.READY,
@@ -232,14 +248,14 @@ class Launcher:
 
     def _error(self, index: int) -> CupyepError:
         """The error of a record with a verdict; a mismatch or a full arena is over with it, an abort stays."""
-        record, posts = self._host[index, "record"], self._host[index, "host_posts"]
-        verdict = Verdict(int(record["verdict"]))
+        record, posts = self._records[index], self._host[index, "host_posts"]
+        verdict = Verdict(record.verdict)
         if verdict == Verdict.ABORTED:
-            return abort_error(int(record["abort"]), self._timeout_s or 0)
-        record["verdict"] = Verdict.DONE
+            return abort_error(record.abort, self._timeout_s or 0)
+        record.verdict = Verdict.DONE
         if verdict == Verdict.FAILED and index == COUNT:
-            rank = int(record["failed_rank"])
-            post, rows = posts[rank], int(record["failed_rows"])
+            rank, rows = record.failed_rank, record.failed_rows
+            post = posts[rank]
             fixed = int(post["handle_id"])
             if 0 < fixed < rows:
                 return ArenaExhaustedError(rows, fixed, rank, "num_worst_tokens")

@@ -15,7 +15,7 @@ from cupyep.abi import AbortKind, Phase, Verdict
 from cupyep.backends.cuda import devices
 from cupyep.backends.cuda.arena import Arena, abort_word
 from cupyep.backends.cuda.arrays import is_plain, plain
-from cupyep.backends.cuda.kernels import Call, Kernels
+from cupyep.backends.cuda.kernels import Call, Kernel, Kernels
 from cupyep.backends.cuda.launcher import host_records
 from cupyep.backends.cuda.meetings import Meetings
 from cupyep.backends.cuda.streams import CommStream, CudaEvent
@@ -39,7 +39,7 @@ class LowLatencyLauncher:
         self._first_region = layout.ControlLayout(comm.size).num_bytes
         self._pinned, told = host_records(comm.size)
         self._told = {operation: told[index, "record"] for operation, index in RECORDS.items()}
-        self._calls: dict[Any, Call] = {}
+        self._launches: dict[Any, tuple[Kernel, Call]] = {}
         self.operation = DISPATCH  # the last one launched, or about to be
         self._num_experts = 0  # of the last dispatch
         self.timeout_s: float | None = None  # of the waits of the next launch
@@ -47,9 +47,9 @@ class LowLatencyLauncher:
     def launch(self, call: LowLatencyCall, phases: int, masks_on_timeout: bool, num_ctas: int, stream: Any) -> None:
         """Launches halves of a call."""
         key = (call.channel, call.shape)
-        params = self._calls.get(key)
-        if params is None:
-            params = self._calls[key] = self._prepare(call)
+        if key not in self._launches:
+            self._launches[key] = self._kernels.low_latency(call.operation, call.shape), self._prepare(call)
+        kernel, params = self._launches[key]
         inputs = {name: 0 if array is None else array.data.ptr for name, array in call.inputs.items()}
         params.within("sync", timeout_ns=int((self.timeout_s or 0) * 1e9))
         params.within(
@@ -67,7 +67,7 @@ class LowLatencyLauncher:
         else:  # tables are those of a dispatch's slot, out may be the caller's
             params.within("tables", **{name: array.data.ptr for name, array in call.tables.items()})
             params.set(out=call.results["out"].data.ptr)
-        self._kernels.low_latency(call.operation, call.shape).launch(num_ctas, params, stream)
+        kernel.launch(num_ctas, params, stream)
 
     def _prepare(self, call: LowLatencyCall) -> Call:
         """The parameters that do not change for one channel and shape."""
@@ -107,8 +107,8 @@ class LowLatencyLauncher:
     def check(self) -> None:
         """Raises what an operation behind us has met, as far as the device has told."""
         for record in self._told.values():
-            if record["verdict"] == Verdict.ABORTED:
-                raise abort_error(int(record["abort"]), self.timeout_s or 0)
+            if record.verdict == Verdict.ABORTED:
+                raise abort_error(record.abort, self.timeout_s or 0)
 
     def check_abort(self) -> None:
         """Raises if a rank has left for good, also when no kernel of ours has met it yet."""
@@ -118,9 +118,9 @@ class LowLatencyLauncher:
     def check_ids(self) -> None:
         """Raises ValueError for an id out of range that a dispatch has met, once."""
         record = self._told[DISPATCH]
-        if record["has_bad_id"]:
-            record["has_bad_id"] = 0
-            raise ValueError(f"topk_idx: expected ids in -1..{self._num_experts - 1}, got {int(record['bad_id'])}")
+        if record.has_bad_id:
+            record.has_bad_id = 0
+            raise ValueError(f"topk_idx: expected ids in -1..{self._num_experts - 1}, got {record.bad_id}")
 
 
 class _Event(CudaEvent):
@@ -192,8 +192,10 @@ class CudaLowLatency(LowLatency):
             stream = self._comm_stream.stream if async_finish else current
             self._launcher.check()
             self._launcher.timeout_s, self._launcher.operation = self.timeout_s, call.operation
-            call.inputs |= {name: self._plain(name, call.inputs[name]) for name in call.inputs if name != "stats"}
-            if env.poison() and call.operation == DISPATCH and phases & Phase.RECEIVE:
+            for name, array in call.inputs.items():
+                if array is not None and name != "stats" and not is_plain(array):
+                    call.inputs[name] = self._copied(name, array)
+            if call.operation == DISPATCH and phases & Phase.RECEIVE and env.poison():
                 for name in GIVEN:
                     runtime.memsetAsync(call.results[name].data.ptr, 0xFF, call.results[name].nbytes, current.ptr)
             # Where a rank may be late nobody meets.
@@ -211,10 +213,8 @@ class CudaLowLatency(LowLatency):
                     self._behind[call.channel] = event, call  # its inputs must live
             return _Event(stream, event, self)
 
-    def _plain(self, name: str, array: Any) -> Any:
-        """What kernels read."""
-        if array is None or is_plain(array):
-            return array
+    def _copied(self, name: str, array: Any) -> Any:
+        """What kernels can read."""
         if self._capturing():  # nothing would keep the copy's memory for the graph
             raise StateError(
                 f"{name}: expected contiguous memory that starts at a multiple of 16 bytes, to be captured"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import cupy
@@ -12,6 +12,8 @@ from cupyep.abi import AbortKind
 from cupyep.backends.cuda.streams import check_rank_streams
 from cupyep.comm import Communicator, LocalComm
 from cupyep.errors import PeerError, PeerTimeoutError
+
+_ALONE = nullcontext()
 
 
 class Launcher(Protocol):
@@ -31,16 +33,18 @@ class Meetings:
         self._timeout_s = timeout_s
         self._stream = cupy.cuda.Stream(non_blocking=True)  # the others may be waiting for a peer
 
-    @contextmanager
-    def around(self, launcher: Launcher, current: cupy.cuda.Stream) -> Iterator[None]:
+    def around(self, launcher: Launcher, current: cupy.cuda.Stream) -> AbstractContextManager[None]:
         """Within it a rank launches one operation for the stream `current`.
 
         Threads meet before and after: until all have launched, no rank may make a call that waits for the context (an
         allocation, a module load), because a kernel of another rank already waits for this rank's.
         """
         if not self.comm.in_process or self.comm.size == 1 or current.is_capturing():
-            yield  # nobody can be late: under capture nothing is launched
-            return
+            return _ALONE  # nobody can be late: under capture nothing is launched
+        return self._together(launcher, current)
+
+    @contextmanager
+    def _together(self, launcher: Launcher, current: cupy.cuda.Stream) -> Iterator[None]:
         check_rank_streams(self._meet(launcher, current.ptr))
         yield
         self._meet(launcher, None)

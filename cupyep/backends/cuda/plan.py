@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyep import abi, checks, layout, low_latency_abi
-from cupyep.backends.base import Shape
 from cupyep.backends.low_latency_shape import EXPERT_BITS, LowLatencyShape
+from cupyep.backends.shapes import Shape
 from cupyep.structs import emit
 
 _STATIC_BYTES = 1024  # what the kernels declare themselves, beside the tables by rank

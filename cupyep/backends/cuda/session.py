@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import cupy
 
 from cupyep import model
 from cupyep.abi import AbortKind, Operation
-from cupyep.backends.base import Backend, Run, Shape
+from cupyep.backends.base import Backend, Run
 from cupyep.backends.cuda.arena import Arena
 from cupyep.backends.cuda.blocks import Blocks
 from cupyep.backends.cuda.devices import Claim
 from cupyep.backends.cuda.experts import Experts
 from cupyep.backends.cuda.launcher import CudaHandle, Launcher
 from cupyep.backends.cuda.meetings import Meetings
-from cupyep.backends.cuda.streams import CommStream, CudaEvent
+from cupyep.backends.cuda.streams import Behind, CommStream, CudaEvent
+from cupyep.backends.shapes import Shape
 from cupyep.errors import ArenaExhaustedError, PeerError, StateError
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ class Session(Backend):
     _device: int
     _claim: Claim
     _machine: model.Machine
-    _wanted_sms: dict[tuple[Operation, int, int], int]
+    _chosen_sms: dict[tuple[Shape, int], int]
     _arena: Arena
     _blocks: Blocks
     _comm_stream: CommStream
@@ -44,20 +45,19 @@ class Session(Backend):
         self._comm.together(step, lambda: result.append(action()), timeout_s=self._config.timeout_s)
         return result[0]
 
-    @contextmanager
-    def _operation(self, operation: Operation, run: Run, not_captured: str = "") -> Iterator[Any]:
+    def _operation(self, operation: Operation, run: Run, not_captured: str = "") -> Behind:
         """Gives the caller's stream. Within, CuPy's current one is ours, which goes on after the caller's or an event.
 
-        Raises what went wrong behind us; StateError under graph capture if there is a reason against it.
+        On our device. Raises what went wrong behind us; StateError under graph capture if there is a reason against it.
         """
-        with cupy.cuda.Device(self._device):
-            current = cupy.cuda.get_current_stream()
-            if not_captured and current.is_capturing():
-                raise StateError(f"{operation.verb}: under graph capture {not_captured}")
-            self._launcher.check()
-            self._comm_stream.begin(current, run.previous_event)
-            with self._comm_stream.stream:
-                yield current
+        current = cupy.cuda.get_current_stream()
+        if not_captured and current.is_capturing():
+            raise StateError(f"{operation.verb}: under graph capture {not_captured}")
+        self._launcher.check()
+        if run.previous_event is None:
+            self._blocks.settle(current)  # before our stream follows it, so that once is enough
+        self._comm_stream.begin(current, run.previous_event)
+        return Behind(self._comm_stream.stream, current)
 
     _not_loaded = "its shape must have been used or prepared, because agreeing and loading take the host"
 
@@ -67,9 +67,10 @@ class Session(Backend):
 
     def _num_sms(self, run: Run, shape: Shape, num_topk: int) -> int:
         """The caller's SMs, or the model's for rows of this kind, within the budget."""
-        key = shape.operation, shape.rows.row_bytes, num_topk
-        if run.num_sms is None and key not in self._wanted_sms:
-            self._wanted_sms[key] = model.num_sms(
+        if run.num_sms:
+            return run.num_sms
+        if (chosen := self._chosen_sms.get((shape, num_topk))) is None:
+            wanted = model.num_sms(
                 shape.rows.row_bytes,
                 self._comm.size,
                 verb=shape.operation.verb,
@@ -77,23 +78,21 @@ class Session(Backend):
                 ranks_per_device=self._claim.ranks_per_device,
                 machine=self._machine,
             )
-        return run.num_sms or min(self._wanted_sms[key], self._claim.num_sms)
+            chosen = self._chosen_sms[shape, num_topk] = min(wanted, self._claim.num_sms)
+        return chosen
 
-    @contextmanager
-    def _launching(self, operation: Operation, current: Any) -> Iterator[None]:
+    def _launching(self, operation: Operation, current: Any) -> AbstractContextManager[None]:
         """Launches of one operation."""
         self._launcher.operation = operation
-        with self._meetings.around(self._launcher, current):
-            yield
+        return self._meetings.around(self._launcher, current)
 
     def _agree(self, shape: Shape, handle: CudaHandle, current: Any) -> None:
-        """Collective on a shape's first use: all ranks mean the same, then it is loaded."""
-        if shape not in self._prepared:  # equal on all ranks, or their posts differ
-            with self._launching(shape.operation, current):
-                self._launcher.agree(shape, handle.routing)
-            self._host_wait(self._comm_stream.record())
-            self._launcher.check()
-            self.prepare(shape)
+        """Collective on a shape's first use, equal on all ranks, or their posts differ: then it is loaded."""
+        with self._launching(shape.operation, current):
+            self._launcher.agree(shape, handle.routing)
+        self._host_wait(self._comm_stream.record())
+        self._launcher.check()
+        self.prepare(shape)
 
     def _host_wait(self, event: cupy.cuda.Event) -> None:
         """Waits without the GIL. The kernels have deadlines of their own; a thread that raised is noticed here."""

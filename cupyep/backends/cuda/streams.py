@@ -36,11 +36,12 @@ class CommStream:
 
     def __init__(self) -> None:
         self.stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+        self._followed = cupy.cuda.Event(disable_timing=True)  # of `follow`, again and again
         self._kept: deque[tuple[cupy.cuda.Event, Any]] = deque()
 
     def begin(self, current: cupy.cuda.Stream, previous: Any) -> None:
         """What comes next here waits for `previous`, an event, or if there is none for what `current` was given."""
-        while not current.is_capturing() and self._kept and self._kept[0][0].done:
+        while self._kept and not current.is_capturing() and self._kept[0][0].done:
             self._kept.popleft()
         if previous is None:
             self.follow(current)
@@ -55,15 +56,30 @@ class CommStream:
 
     def follow(self, stream: cupy.cuda.Stream) -> None:
         """What comes next here waits for what `stream` has been given so far."""
-        event = cupy.cuda.Event(disable_timing=True)
-        event.record(stream)
-        self.stream.wait_event(event)
+        self._followed.record(stream)
+        self.stream.wait_event(self._followed)  # what it stands for now; recording it anew does not change that
 
     def record(self) -> cupy.cuda.Event:
         """An event behind what was launched here so far."""
         event = cupy.cuda.Event(disable_timing=True)
         event.record(self.stream)
         return event
+
+
+class Behind:
+    """Within it CuPy's current stream is `stream`; gives the caller's, `current`."""
+
+    __slots__ = ("_current", "_stream")
+
+    def __init__(self, stream: cupy.cuda.Stream, current: cupy.cuda.Stream) -> None:
+        self._stream, self._current = stream, current
+
+    def __enter__(self) -> Any:
+        self._stream.__enter__()
+        return self._current
+
+    def __exit__(self, *error: Any) -> None:
+        self._stream.__exit__(*error)
 
 
 def check_rank_streams(pointers: list[int]) -> None:

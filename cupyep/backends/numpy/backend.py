@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyep.backends.base import Backend, Capacity, Form, Outputs, Run, Shape, Tokens
+from cupyep.backends.base import Backend, Capacity, Form, Run
 from cupyep.backends.numpy import routing
 from cupyep.backends.numpy.arrays import asarray, aswritable
 from cupyep.backends.numpy.experts import arrange, expand, reduce
@@ -22,6 +22,7 @@ from cupyep.backends.numpy.low_latency import NumpyLowLatency
 from cupyep.backends.numpy.memory import create_arena
 from cupyep.backends.numpy.operations import Operations
 from cupyep.backends.numpy.routing import NumpyHandle
+from cupyep.backends.shapes import Outputs, Shape, Tokens
 from cupyep.comm import Communicator
 from cupyep.config import BufferConfig
 from cupyep.errors import ArenaExhaustedError
@@ -163,9 +164,9 @@ def _formed(received: Tokens, form: Form, handle: NumpyHandle) -> Tokens:
             None if part is None else expand(part, handle.expert_rows, handle.recv_count_per_expert, form.zero_gaps)
             for part in (received.x, received.scales)
         ]
-        received = replace(received, x=parts[0], scales=parts[1])
+        received = received._replace(x=parts[0], scales=parts[1])
     if form.copy:
         received = received.map(np.copy)
     if received.scales is not None and form.scales_order == "F":
-        received = replace(received, scales=np.asfortranarray(received.scales))
+        received = received._replace(scales=np.asfortranarray(received.scales))
     return received

@@ -8,11 +8,12 @@ import numpy as np
 
 from cupyep import abi
 from cupyep.abi import Operation, Status
-from cupyep.backends.base import Form, Outputs, Shape, Tokens
+from cupyep.backends.base import Form
 from cupyep.backends.numpy import routing
 from cupyep.backends.numpy.memory import Arena
 from cupyep.backends.numpy.routing import NumpyHandle
 from cupyep.backends.numpy.sync import Channel
+from cupyep.backends.shapes import Outputs, Shape, Tokens
 from cupyep.comm import Communicator
 from cupyep.errors import ArenaExhaustedError
 from cupyep.layout import Channel as ChannelId
