@@ -69,7 +69,7 @@ def _compiled(source: str, name: str, texts: dict[str, str], arch: str, kernel: 
     contents = [texts[key].encode() for key in headers]
     handle = nvrtc.createProgram(source, name, contents, [key.encode() for key in headers])
     try:
-        virtual = arch.replace("sm_", "compute_")  # the same PTX as for the real one, in half of the time: no machine code
+        virtual = arch.replace("sm_", "compute_")  # gives the same PTX, and no machine code: half of the time
         nvrtc.compileProgram(handle, [*jit.OPTIONS, f"-arch={virtual}", *jit._include_options()])
         return parse(nvrtc.getPTX(handle).decode(), kernel)
     except nvrtc.NVRTCError:
