@@ -35,7 +35,7 @@ ARCH = {"tma": "sm_90", "vector": "sm_80"}
 TIMEOUT_S = 1.0
 
 
-def small(chosen: plan.Plan, mover: str, chunks: int) -> plan.Plan:
+def small(chosen: plan.Plan, mover: str, chunks: int, consumers: int = 1) -> plan.Plan:
     """A backend's plan with as few warps, stages and slots as its kernel allows, and rows cut into `chunks`."""
     c = dict(chosen.constants)
     tma = mover == "tma"
@@ -46,20 +46,22 @@ def small(chosen: plan.Plan, mover: str, chunks: int) -> plan.Plan:
         c |= {"kWarps": 2, "kStages": 2, "kPushThreads": 96}
         return plan.Plan(c, 96, 4 * (c["kSlotBytes"] + 8) if tma else 0)
     c |= {"kRowsPerSlot": 1} if chunks > 1 else {}
-    c |= {"kGroups": 1, "kConsumerWarps": 1, "kSlots": 2, "kPullThreads": 96}
-    c["kVecsPerThread"] = -(-c["kChunkBytes"] // 512)
-    return plan.Plan(c, 96, 2 * (c["kRowsPerSlot"] * c["kSlotBytes"] + 20) if tma else 0)
+    threads = 32 * (consumers + 2)  # with the loader and the warp of the weights
+    c |= {"kGroups": 1, "kConsumerWarps": consumers, "kSlots": 2, "kPullThreads": threads}
+    c["kVecsPerThread"] = -(-c["kChunkBytes"] // (512 * consumers))
+    return plan.Plan(c, threads, 2 * (c["kRowsPerSlot"] * c["kSlotBytes"] + 20) if tma else 0)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run: dispatch, then combine, `rounds` times over."""
+    """What to run: dispatch, then combine, `rounds` times over. Of COUNT alone every round has other ids."""
 
     case: Case
     mover: str = "tma"
     num_ctas: int = 2
     rounds: int = 1
     chunks: int = 1
+    consumers: int = 1  # warps of PULL that add
     rows_only: bool = False  # ids and weights do not travel, as in a cached dispatch
     scale_bytes: int = 0  # of a token
     num_bias: int = 0  # addends of combine
@@ -118,6 +120,7 @@ class Rank:
                 SimpleNamespace(peers=self.peers, address=self.arena), kernels,  # type: ignore[arg-type]
                 SimpleNamespace(rank=rank, size=size), TIMEOUT_S, None)  # type: ignore[arg-type]
         self.error: CupyepError | None = None
+        self.turn = -1  # of the counts that differ
         self.routing = launcher.Routing(1, self.case.num_experts, self.order, self.words, self.capacity)
 
     def array(self, content: Any, length: int | None = None) -> Any:
@@ -145,7 +148,7 @@ class Rank:
         make, name = (plan.push_plan, "push") if shape.operation == Operation.PUSH else (plan.pull_plan, "pull")
         job = self.group.job
         chosen = make(shape, self.case.num_ranks, job.mover, 227 * 1024)
-        return self.kernel(name, name, chosen if job.own_plan else small(chosen, job.mover, job.chunks))
+        return self.kernel(name, name, chosen if job.own_plan else small(chosen, job.mover, job.chunks, job.consumers))
 
     def fetch_pinned(self) -> None:
         self.pinned[:] = self.space.read(self.rank, self.pinned.ptr, (len(self.pinned),), np.uint8).tobytes()
@@ -154,8 +157,9 @@ class Rank:
 
     def steps(self) -> list[Callable[[], None]]:
         absent = self.group.job.absent
-        stages = {"count": [self.count], "push": [self.push, self.check_dispatch],
-                  "pull": [self.pull, self.check_combine]}
+        counts_only = self.group.job.kernels == ("count",)
+        stages = {"count": [self.count, self.check_counts] if counts_only else [self.count],
+                  "push": [self.push, self.check_dispatch], "pull": [self.pull, self.check_combine]}
         names = list(self.group.job.kernels) * self.group.job.rounds
         if absent and absent[0] == self.rank:
             names = names[: names.index(absent[1])]
@@ -171,6 +175,9 @@ class Rank:
                 self.error = error
 
     def count(self) -> None:
+        self.turn = min(self.turn + 1, len(self.group.ids) - 1)
+        if self.turn:
+            self.space.write(self.rank, self.device_idx.data.ptr, self.group.ids[self.turn][self.rank])
         self.launcher.count(self.push_shape, self.routing, self.device_idx, 1 << 20, 0, Form())
 
     def push(self) -> None:
@@ -189,9 +196,9 @@ class Rank:
     def read_part(self, at: int, name: str, width: int, dtype: Any) -> np.ndarray:
         return self.space.read(self.rank, self.arena + at + self.parts[name], (self.capacity, width), dtype)
 
-    def check_dispatch(self) -> None:
-        """The host after dispatch; then it lets the experts' outputs appear and gives the received block away."""
-        expected = self.group.received[self.rank]
+    def check_counts(self) -> None:
+        """What COUNT told the host, and the kernels behind it."""
+        expected = self.group.counted[self.turn][self.rank]
         counted = self.launcher.counted(self.push_shape, self.case.num_local_experts)
         self.launcher.check()
         assert counted.rows == expected.num_recv_tokens_per_rank, f"rows: {counted.rows}"
@@ -200,6 +207,11 @@ class Rank:
         base = self.space.read(self.rank, self.words.data.ptr + 8, (self.case.num_ranks,), np.int32)
         order = self.space.read(self.rank, self.order.data.ptr, (len(self.x), self.case.num_ranks), np.int32)
         assert_bits("send_row", np.where(order < 0, np.int32(-1), order + base).astype(np.int32), expected.send_row)
+
+    def check_dispatch(self) -> None:
+        """The host after dispatch; then it lets the experts' outputs appear and gives the received block away."""
+        self.check_counts()
+        expected = self.group.received[self.rank]
         scales = self.group.received_scales[self.rank] if self.group.job.scale_bytes else None
         parts = [("rows", expected.x), ("scales", scales), ("idx", expected.topk_idx),
                  ("weights", expected.topk_weights)]
@@ -244,12 +256,17 @@ class Group:
     def __init__(self, job: Job, seed: int, trace: Callable[[str], None] | None = None) -> None:
         self.job, case = job, job.case
         size = case.num_ranks
-        self.space = Space(size, size * (layout.ControlLayout(size).num_bytes + (1 << 16)))
+        row_bytes = case.hidden * case.inputs(0)[0].itemsize + 16 * case.num_topk + job.scale_bytes
+        arrays = max(1 << 16, 5 * sum(case.num_tokens) * row_bytes)
+        self.space = Space(size, size * (layout.ControlLayout(size).num_bytes + arrays))
         self.scheduler = Scheduler(self.space, seed, int(TIMEOUT_S * 1e9) // 4, trace, job.stalled)
         inputs = [case.inputs(rank) for rank in range(size)]
         weights = [topk_weights for *_, topk_weights in inputs] if case.weights else None
-        self.received = reference.dispatch([x for x, *_ in inputs], [idx for _, idx, _ in inputs], weights,  # type: ignore[arg-type]
-                                           case.num_experts)
+        turns = range(job.rounds if job.kernels == ("count",) else 1)
+        self.ids = [[np.where(idx < 0, idx, (idx + turn) % case.num_experts) for _, idx, _ in inputs] for turn in turns]
+        self.counted = [reference.dispatch([x for x, *_ in inputs], ids, weights, case.num_experts)  # type: ignore[arg-type]
+                        for ids in self.ids]
+        self.received = self.counted[0]
         rng = np.random.default_rng(case.seed)
         self.scales = [rng.integers(0, 256, (len(x), job.scale_bytes), np.uint8) for x, *_ in inputs]
         self.received_scales = [part.x for part in reference.dispatch(self.scales, [idx for _, idx, _ in inputs], None,

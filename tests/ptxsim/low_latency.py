@@ -57,6 +57,7 @@ class Run:
     absent: tuple[int, str] | None = None  # a rank, and the verb at which it is missing
     masks_on_timeout: bool = False
     late: tuple[int, int] | None = None  # a masked rank, and the round of the others in which it begins its first one
+    tardy: int | None = None  # a rank that comes about when its peers' deadline passes: they mask it or they do not
     patch: Patch = ()
 
 
@@ -122,18 +123,16 @@ class Rank:
             for slot in range(group.run.slots)
         }
         self.num_tokens = len(job.inputs(rank)[0])
+        names = ("x", "topk_idx", "topk_weights", "y")
         self.inputs = [
             {
                 name: Array(self, a.shape, a.dtype, a)
-                for name, a in zip(
-                    ("x", "topk_idx", "topk_weights", "y"), (*each.inputs(rank), each.outputs(rank)), strict=True
-                )
+                for name, a in zip(names, (*each.inputs(rank), each.outputs(rank)), strict=True)
             }
             for each in group.jobs
         ]
-        self.stats = Array(
-            self, (self.shape.num_local_experts,), np.int32, np.zeros(self.shape.num_local_experts, np.int32)
-        )
+        no_stats = np.zeros(self.shape.num_local_experts, np.int32)
+        self.stats = Array(self, no_stats.shape, np.int32, no_stats)
         self.total = np.zeros(self.shape.num_local_experts, np.int32)  # of recv_count so far
 
     def shape_of(self, operation: abi.Operation) -> LowLatencyShape:
@@ -178,9 +177,9 @@ class Rank:
                     continue
                 steps += [("combine", part(self.launch, COMBINE, slot, half, turn)) for half in halves]
                 steps += [("combine", part(self.check_combine, slot, turn))]
-        if run.late and run.late[0] == self.rank:  # what it gets is undefined, and the others must not notice
-            steps = [step for step in steps if step[1].func == self.launch]
-            steps = [("", self.wait), *steps, ("", self.launcher.check)]
+        if (run.late and run.late[0] == self.rank) or run.tardy == self.rank:  # what it gets is undefined
+            waits = [("", self.wait)] if run.late else []
+            steps = [*waits, *(step for step in steps if step[1].func == self.launch), ("", self.launcher.check)]
         if run.absent and run.absent[0] == self.rank:
             names = [name for name, _ in steps]
             steps = steps[: names.index(run.absent[1])]
@@ -226,10 +225,16 @@ class Rank:
         )
         self.launcher.launch(call, int(phases), self.group.run.masks_on_timeout, self.group.run.num_ctas, None)
 
+    def job(self, turn: int) -> Job:
+        """What was to be done, with whom this rank has masked meanwhile."""
+        job = self.group.jobs[turn]
+        masked = tuple((self.rank, int(peer)) for peer in np.flatnonzero(self.masks.get()))
+        return job if self.group.run.tardy is None else replace(job, masked=masked)
+
     def check_dispatch(self, slot: int, turn: int) -> None:
         """Against the oracle; rows behind the last one keep their poison."""
         self.launcher.check()
-        job, results = self.group.jobs[turn], self.results[DISPATCH, slot]
+        job, results = self.job(turn), self.results[DISPATCH, slot]
         recv_x = results["recv_x"].get()
         given = (recv_x, results["recv_scales"].get().swapaxes(1, 2)) if job.fp8 else recv_x
         handle = SimpleNamespace(src_info=results["src_info"].get(), layout_range=results["layout_range"].get())
@@ -247,9 +252,8 @@ class Rank:
         """Against the oracle; the slot is used again at once."""
         self.launcher.check()
         out = self.results[COMBINE, slot]["out"].get()
-        assert_bits(
-            f"rank {self.rank} combined", out[: self.num_tokens], low_latency.combined(self.group.jobs[turn])[self.rank]
-        )
+        expected = low_latency.combined(self.job(turn))[self.rank]
+        assert_bits(f"rank {self.rank} combined", out[: self.num_tokens], expected)
         assert (out[self.num_tokens :].view(np.uint8) == POISON).all(), "tokens written behind the last one"
         for array in (*self.results[COMBINE, slot].values(), *self.results[DISPATCH, slot].values()):
             array.poison()
@@ -270,11 +274,10 @@ class Group:
         )
         results = sum(offsets(self.shape.results(operation))["num_bytes"] for operation in CHANNELS)
         results += run.rounds * sum(a.nbytes + 512 for a in (*job.inputs(0), job.outputs(0)))
-        memory = (
-            layout.ControlLayout(size).num_bytes + 4 * size_hint(self.shape) + (1 + run.slots) * results + (1 << 16)
-        )
-        self.space = Space(size, size * memory)
-        self.scheduler = Scheduler(self.space, seed, int(TIMEOUT_S * 1e9) // 4, trace)
+        arena = layout.ControlLayout(size).num_bytes + 4 * size_hint(self.shape)
+        self.space = Space(size, size * (arena + (1 + run.slots) * results + (1 << 16)))
+        stalled = None if run.tardy is None else (run.tardy, "low_latency_dispatch")
+        self.scheduler = Scheduler(self.space, seed, int(TIMEOUT_S * 1e9) // 4, trace, stalled)
         self.ranks = [Rank(self, rank) for rank in range(size)]
         for rank in self.ranks:
             self.space.write(rank.rank, rank.peers.data.ptr, np.array([rank.arena for rank in self.ranks], np.uint64))

@@ -142,6 +142,7 @@ class _Function:
 
     def read(self, functions: dict[str, _Function]) -> None:
         self.start, source, position = len(self.program.code), "?", self.begin
+        line, counted = 1, 0  # the line of the last statement, and up to where line feeds are counted
         while position < self.end and (match := _TOKEN.match(self.text, position, self.end)):
             position = match.end()
             if match["loc"]:
@@ -155,7 +156,7 @@ class _Function:
             elif match["label"]:
                 self.labels[match["label"]] = len(self.program.code)
             else:
-                line = self.text.count("\n", 0, match.start("text")) + 1
+                line += self.text.count("\n", counted, counted := match.start("text"))
                 self.statement(" ".join(match["text"].split()), line, source, functions)
         if self.text[position:self.end].strip():
             raise ValueError(f"PTX: cannot read {self.text[position:position + 80]!r}")

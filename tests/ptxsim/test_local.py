@@ -88,6 +88,7 @@ def test_faults_of_arrange_are_seen(fault):
         (3, 1, 1, 128, "int64", "float32", "bfloat16", 10),
         (12, 3, 2, 4, "int64", "bfloat16", "float32", 24),
         (0, 2, 4, 8, "int64", "float32", "float32", 4),
+        (4, 2, 2, 4, "int32", "float16", "bfloat16", 2304),
     ],
 )
 def test_expert_layout(num_tokens, num_topk, num_local, alignment, idx_dtype, dtype, wire, hidden, arch):

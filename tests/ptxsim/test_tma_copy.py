@@ -20,6 +20,9 @@ from ptxsim.toolkit import AMPERE, HOPPER, Gpu
 SEEDS = range(int(os.environ.get("CUPYEP_PTXSIM_SEEDS", "4")))
 SMALL = Ring(2, 2, 1024)  # few warps: the interpreter is slow
 GUARD = 64  # bytes beside the destination that must keep their poison
+COPIES = [  # bytes, and how far dst and src are off
+    (12_288, 0, 0), (9_999, 0, 0), (5_003, 3, 19), (4_097, 8, 4), (1_001, 1, 0), (3, 0, 0), (1, 7, 0), (130, 16, 0)
+]  # fmt: skip
 KERNEL, RING = "kernels/tma_copy.cu", "cupyep/copy_ring.cuh"
 
 
@@ -37,10 +40,7 @@ def copy_bytes(num_bytes: int, dst_offset: int, src_offset: int, seed: int, targ
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("num_bytes", "dst_offset", "src_offset"),
-    [(12_288, 0, 0), (9_999, 0, 0), (5_003, 3, 19), (4_097, 8, 4), (1_001, 1, 0), (3, 0, 0), (1, 7, 0), (130, 16, 0)],
-)
+@pytest.mark.parametrize(("num_bytes", "dst_offset", "src_offset"), COPIES)
 def test_copy(num_bytes: int, dst_offset: int, src_offset: int, seed: int) -> None:
     copy_bytes(num_bytes, dst_offset, src_offset, seed)
 
@@ -94,13 +94,20 @@ def test_rows(row_bytes: int, pitch: int, which: str, seed: int) -> None:
     ids=lambda value: value.name if isinstance(value, np.dtype) else value.arch,
 )
 def test_reduce_add(dtype: np.dtype, target, seed: int) -> None:  # bfloat16 for sm_80: a loop of NVIDIA's headers
+    add(dtype, target, seed)
+
+
+def add(dtype: np.dtype, target, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What was added to what, and the sums, which are NumPy's."""
     rng = np.random.default_rng(seed)
     ours, theirs = (rng.integers(-99, 99, 2_021).astype(dtype) for _ in range(2))
     gpu = Gpu()
     dst, src = gpu.array(ours, dtype.itemsize), gpu.array(theirs, dtype.itemsize)
     rows = run_of_bytes(dst, src, ours.nbytes)
     gpu.run(plan_copy(target, rows, 2, ring=SMALL, add=copies.ADD[dtype]), seed)
-    assert gpu.read(dst, ours).tobytes() == (ours + theirs).astype(dtype).tobytes()
+    sums = gpu.read(dst, ours)
+    assert sums.tobytes() == (ours + theirs).astype(dtype).tobytes()
+    return ours, theirs, sums
 
 
 FAULTS = {
