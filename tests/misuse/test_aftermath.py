@@ -89,9 +89,9 @@ def test_an_error_within_an_operation_ends_the_buffer_for_all(run_ranks, backend
 
 
 def raise_while_others_close(comm, backend):
-    start = time.monotonic()
     try:
         with cupyep.Buffer(comm, backend=backend, timeout_s=LONG_S):
+            start = time.monotonic()
             if comm.rank == 1:
                 time.sleep(0.5)
                 raise KeyError("the program's own error")

@@ -210,7 +210,9 @@ def two_hooks_open(buffer, job, backend):
     results = [low_latency.dispatch(buffer, job, backend) for _ in range(2)]
     if not buffer.rank:
         low_latency.finish(results[0])
-    low_latency.dispatch(buffer, job, backend)
+    results.append(low_latency.dispatch(buffer, job, backend))
+    for result in results[1:]:
+        low_latency.finish(result)
 
 
 def hook_twice(buffer, job, backend):

@@ -64,8 +64,31 @@ def num_gpus():
     return cupy.cuda.runtime.getDeviceCount()
 
 
+def one_beside_three(comm, backend):
+    """Also a rank alone is refused beside a group of other threads, and may be where one of them has a Buffer more."""
+    part = comm.Split(color=comm.rank == 1, key=comm.rank)
+    if comm.rank != 1:
+        with checks.open_buffer(part, THREE, backend) as buffer:
+            comm.allgather(None)
+            comm.allgather(None)
+            if comm.rank == 0:
+                checks.open_buffer(comm.Split(color=0), ONE, backend).close()
+            else:
+                comm.Split(color=comm.rank)
+            checks.run_case(part, THREE, backend, buffer)
+    else:
+        comm.allgather(None)
+        with pytest.raises(cupyep.StateError, match=ONE_GROUP):
+            checks.open_buffer(part, ONE, backend)
+        comm.allgather(None)
+        comm.Split(color=comm.rank)
+
+
 def test_three_and_one(run_ranks, backend):
-    run_ranks(4, three_and_one, backend)
+    if backend == "cuda" and run_ranks is launch.threads and num_gpus() < 4:
+        run_ranks(4, one_beside_three, backend)
+    else:
+        run_ranks(4, three_and_one, backend)
 
 
 def default_comm(comm, case, backend):

@@ -75,8 +75,9 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
         if comm.in_process and comm.rank != sharing[0]:
             return
         with _claims_lock:
-            groups = {other.threads for other in (claim, *claims(ordinal)) if len(other.threads) > 1}
-            if len(groups) > 1:
+            groups = {other.threads for other in (claim, *claims(ordinal))}
+            largest = max(groups, key=len)  # a rank alone never waits for a peer; beside others it may wait with them
+            if len(largest) > 1 and any(group != largest and (len(group) > 1 or not group <= largest) for group in groups):
                 raise StateError(
                     f"comm: expected one group of threads at a time on GPU {bus_id}, got a second while another has a "
                     "Buffer open; use processes for groups side by side"
