@@ -135,7 +135,7 @@ SURVIVORS = [
     # Up to 32 ranks the lanes that tell are of the warp of the one that resets, and none gets that far ahead of it.
     mutant("publish: no barrier behind the reset", "ctas", LL, "ptx::st_relaxed_gpu(sent, 0u);\n  __syncthreads();",
            "ptx::st_relaxed_gpu(sent, 0u);"),
-    # Need a CTA between its last look at the word and its look at the fate while another one decides: not met in 60
+    # Need a CTA between its last look at the word and its look at the fate while another one decides: not met in 40
     # schedules. What CTAs decide one after the other is in MUTANTS.
     mutant("settle: who comes second keeps its own", "tardy", LL, "    if (before == seen) {", "    if (true) {"),
     mutant("settle: the word is not read again", "tardy", LL,
