@@ -182,8 +182,21 @@ __device__ __forceinline__ bool is_first(u32 value, bool valid) {
 __device__ __forceinline__ u32 warp_index() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
 __device__ __forceinline__ u32 num_warps() { return blockDim.x / 32 * gridDim.x; }
 
-// This warp's part of `count` things: [begin, end). Neighbours belong together, so that what is known of a row serves for
-// many shares of it; the first warps get one more.
+// Whole warps: load(i, &item), then use(item), for i, i + step, ... below `end`; the next item is on its way while one is
+// used. Two items take turns, as a copy of one would wait for its loads.
+template <class Item, class Load, class Use>
+__device__ __forceinline__ void for_items(u32 i, u32 end, u32 step, Load load, Use use) {
+  Item even, odd;
+  if (i < end) load(i, even);
+  for (; i < end; i += 2 * step) {
+    if (i + step < end) load(i + step, odd);
+    use(even);
+    if (i + 2 * step < end) load(i + 2 * step, even);
+    if (i + step < end) use(odd);
+  }
+}
+
+// This warp's part of `count` things that stand in a row: [begin, end). The first warps get one more.
 struct Range {
   u32 begin, end;
 
@@ -193,35 +206,6 @@ struct Range {
     end = begin + least + (warp < more);
   }
 };
-
-// Whole warps: load(i, &item), then use(i, item), for i in [i, end); the next item is on its way while one is used. Two
-// items take turns, as a copy of one would wait for its loads.
-template <class Item, class Load, class Use>
-__device__ __forceinline__ void for_items(u32 i, u32 end, Load load, Use use) {
-  Item even, odd;
-  if (i < end) load(i, even);
-  for (; i < end; i += 2) {
-    if (i + 1 < end) load(i + 1, odd);
-    use(i, even);
-    if (i + 2 < end) load(i + 2, even);
-    if (i + 1 < end) use(i + 1, odd);
-  }
-}
-
-// Whole warps: load(row, &item), then use(row, its parts [first, last), item), for the rows that `shares` belong to. The
-// next item is on its way while one is used: a row has work enough for one to be enough.
-template <class Item, class Load, class Use>
-__device__ __forceinline__ void for_rows(Range shares, Load load, Use use) {
-  Item next;
-  if (shares.begin < shares.end) load(shares.begin / cfg::kParts, next);
-  for (u32 i = shares.begin; i < shares.end;) {
-    const u32 row = i / cfg::kParts, first = i % cfg::kParts, last = min(first + shares.end - i, static_cast<u32>(cfg::kParts));
-    const Item item = next;
-    i += last - first;
-    if (i < shares.end) load(row + 1, next);
-    use(row, first, last, item);
-  }
-}
 
 // A warp's share of a row: kBatch vectors per lane. `part` numbers the shares.
 constexpr u32 kBatch = cfg::kVecsPerLane;

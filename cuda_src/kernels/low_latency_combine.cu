@@ -18,46 +18,30 @@ using Params = LowLatencyCombineParams;
 constexpr int kPerVec = kElements<cfg::kDType, cfg::kVecBytes>;
 constexpr u32 kOperation = cfg::kOperationLowLatencyCombine;
 
-// All lanes: for each of the parts [part, last) add(b, batch) for each bit b of `bits`, lowest first, with this lane's
-// share of the row at row(b), then done(part). The next share is on its way while one is added.
-template <class Row, class Add, class Done>
-__device__ __forceinline__ void add_rows(u32 bits, u32 part, u32 last, Row row, Add add, Done done) {
-  if (bits == 0) {
-    for (; part < last; ++part) done(part);
-    return;
-  }
-  u32 left = bits, ahead = bits, part_ahead = part;
-  const auto load = [&](Vec* batch) {
-    if (part_ahead == last) return;
-    load_part<cfg::kVecBytes, cfg::kRowBytes>(batch, row(__ffs(ahead) - 1), part_ahead);
-    ahead &= ahead - 1;
-    if (ahead == 0) ahead = bits, ++part_ahead;
-  };
-  const auto use = [&](const Vec* batch) {
-    add(__ffs(left) - 1, batch);
-    left &= left - 1;
-    if (left == 0) done(part), left = bits, ++part;
+// All lanes: add(b, batch) for each bit b of `bits`, lowest first, with this lane's share of the row at row(b). The next
+// row is on its way while one is added.
+template <class Row, class Add>
+__device__ __forceinline__ void add_rows(u32 bits, u32 part, Row row, Add add) {
+  const auto load = [&](Vec* batch) {  // of the lowest bit, if there is one; returns its number
+    const u32 bit = __ffs(bits) - 1;
+    if (bits != 0) load_part<cfg::kVecBytes, cfg::kRowBytes>(batch, row(bit), part);
+    bits &= bits - 1;
+    return bit;
   };
   Vec even[kBatch] = {}, odd[kBatch] = {};
-  load(even);
-  while (part < last) {
-    load(odd);
-    use(even);
-    if (part == last) break;
-    load(even);
-    use(odd);
+  for (u32 first = load(even); first != kNone;) {
+    const u32 second = load(odd);
+    add(first, even);
+    if (second == kNone) break;
+    first = load(even);
+    add(second, odd);
   }
 }
 
-// Stores this lane's sums, and begins new ones.
-__device__ __forceinline__ void store_sums(float (&sums)[kBatch][kPerVec], u8* row, u32 part) {
+__device__ __forceinline__ void store_sums(const float (&sums)[kBatch][kPerVec], u8* row, u32 part) {
   Vec batch[kBatch];
 #pragma unroll
-  for (u32 j = 0; j < kBatch; ++j) {
-    batch[j] = rounded<cfg::kDType, cfg::kVecBytes>(sums[j]);
-#pragma unroll
-    for (float& sum : sums[j]) sum = 0.0f;
-  }
+  for (u32 j = 0; j < kBatch; ++j) batch[j] = rounded<cfg::kDType, cfg::kVecBytes>(sums[j]);
   store_part<cfg::kVecBytes, cfg::kRowBytes>(batch, row, part);
 }
 
@@ -80,45 +64,43 @@ __device__ bool exchange_weights(const Params& p, const bool* goes, u32 epoch) {
   return await_arrivals(p.sync, p.ll, cfg::kArrivalWeights, kOperation, epoch, came);
 }
 
-// A token's sum here: lane k has column k of the token, where the row of its expert is, and the weight.
-struct Sum {
-  u32 home, token, position;
+// A share of a token's sum: lane k has column k of the token, where the row of its expert is, and the weight.
+struct Share {
+  u32 home, token, part, position;
   float weight;
 };
 
-// Sum `number` of all those that this rank sends; one that may not be sent has no token. Where a peer masked us during the
-// dispatch the tables may be in pieces: nothing in them leads out of x or out of our part of a region.
-__device__ __forceinline__ void look_up(const Params& p, const u32* starts, const bool* goes, u8* ours, u32 number, Sum& sum) {
-  const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk;
+// Share number `unit` of all those that this rank sends; one that may not be sent has no token. Where a peer masked us
+// during the dispatch the tables may be in pieces: nothing in them leads out of x or out of our part of a region.
+__device__ __forceinline__ void look_up(const Params& p, const u32* starts, const bool* goes, u8* ours, u32 unit, Share& share) {
+  const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk, number = unit / cfg::kParts;
   const u32 home = source_of(starts, number), row = home * p.ll.max_tokens + number - starts[home];
-  sum = {home, kNone, kNone, 0.0f};
+  share = {home, kNone, unit % cfg::kParts, kNone, 0.0f};
   if (!goes[home]) return;
-  sum.token = reinterpret_cast<const u32*>(p.tables.tokens)[row];
+  share.token = reinterpret_cast<const u32*>(p.tables.tokens)[row];
   if (lane < num_topk) {
     const u64 at = static_cast<u64>(row) * num_topk + lane;
-    sum.position = reinterpret_cast<const u32*>(p.tables.positions)[at];
-    sum.weight = p.ll.with_weights ? weights_of(p, ours, home)[min(sum.token, p.ll.max_tokens - 1) * num_topk + lane]
-                                   : reinterpret_cast<const float*>(p.tables.weights)[at];
+    share.position = reinterpret_cast<const u32*>(p.tables.positions)[at];
+    share.weight = p.ll.with_weights ? weights_of(p, ours, home)[min(share.token, p.ll.max_tokens - 1) * num_topk + lane]
+                                     : reinterpret_cast<const float*>(p.tables.weights)[at];
   }
 }
 
-// Parts [first, last) of a sum, to the token's place of our part of its home's region.
-__device__ __forceinline__ void send_sum(const Params& p, const Sum& sum, u32 first, u32 last) {
-  if (sum.token >= p.ll.max_tokens) return;
+// The sum of a token's rows here, to its place of our part of its home's region.
+__device__ __forceinline__ void send_sum(const Params& p, const Share& share) {
+  if (share.token >= p.ll.max_tokens) return;
   const u32 num_positions = p.ll.num_local_experts * cfg::kNumRanks * p.ll.max_tokens;  // rows of x
   float sums[kBatch][kPerVec] = {};
   const auto row = [&](u32 column) {
-    return reinterpret_cast<const u8*>(p.x) + static_cast<u64>(__shfl_sync(kAll, sum.position, column)) * cfg::kRowBytes;
+    return reinterpret_cast<const u8*>(p.x) + static_cast<u64>(__shfl_sync(kAll, share.position, column)) * cfg::kRowBytes;
   };
-  const auto add = [&](u32 column, const Vec* batch) {
-    const float factor = __shfl_sync(kAll, sum.weight, column);
+  add_rows(__ballot_sync(kAll, share.position < num_positions), share.part, row, [&](u32 column, const Vec* batch) {
+    const float factor = __shfl_sync(kAll, share.weight, column);
 #pragma unroll
     for (u32 j = 0; j < kBatch; ++j) accumulate_weighted<cfg::kDType>(sums[j], batch[j], factor);
-  };
-  const u64 there = static_cast<u64>(p.sync.rank) * p.ll.max_tokens + sum.token;
-  u8* to = region(p.sync, p.ll, sum.home) + there * cfg::kRowBytes;
-  const u32 columns = __ballot_sync(kAll, sum.position < num_positions);
-  add_rows(columns, first, last, row, add, [&](u32 part) { store_sums(sums, to, part); });
+  });
+  const u64 there = static_cast<u64>(p.sync.rank) * p.ll.max_tokens + share.token;
+  store_sums(sums, region(p.sync, p.ll, share.home) + there * cfg::kRowBytes, share.part);
 }
 
 // The send half, every CTA, all threads. False: leave.
@@ -134,52 +116,35 @@ __device__ bool send(const Params& p, u32 epoch) {
   sum_up(num_rows, starts);
 
   u8* ours = region(p.sync, p.ll, p.sync.rank);
-  for_rows<Sum>(
-      Range(starts[cfg::kNumRanks] * cfg::kParts),
-      [&](u32 number, Sum& sum) { look_up(p, starts, goes, ours, number, sum); },
-      [&](u32, u32 first, u32 last, const Sum& sum) { send_sum(p, sum, first, last); });
+  for_items<Share>(
+      warp_index(), starts[cfg::kNumRanks] * cfg::kParts, num_warps(),
+      [&](u32 unit, Share& share) { look_up(p, starts, goes, ours, unit, share); },
+      [&](const Share& share) { send_sum(p, share); });
   publish(p.sync, p.ll, cfg::kArrivalRows, epoch, num_rows);
   return true;
 }
-
-// Which ranks a token went to.
-struct Went {
-  u32 ranks[kRankWords];
-};
 
 // The receive half, every CTA, all threads. False: leave.
 __device__ bool receive(const Params& p, u32 epoch) {
   __shared__ u32 came[cfg::kNumRanks];
   if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows, kOperation, epoch, came)) return false;
   u8* ours = region(p.sync, p.ll, p.sync.rank);
-  const auto load = [&](u32 token, Went& went) {
-#pragma unroll
-    for (u32 word = 0; word < kRankWords; ++word) {
-      const u32 rank = word * 32 + threadIdx.x % 32;
-      went.ranks[word] = reinterpret_cast<const u32*>(p.tables.token_ranks)[token * kRankWords + word];
-      went.ranks[word] &= __ballot_sync(kAll, rank < cfg::kNumRanks && came[rank]);
-    }
-  };
-  for_rows<Went>(Range(p.ll.num_tokens * cfg::kParts), load, [&](u32 token, u32 first, u32 last, const Went& went) {
-    u8* out = reinterpret_cast<u8*>(p.out) + static_cast<u64>(token) * cfg::kRowBytes;
+  for (u32 unit = warp_index(); unit < p.ll.num_tokens * cfg::kParts; unit += num_warps()) {
+    const u32 token = unit / cfg::kParts, part = unit % cfg::kParts;
     float sums[kBatch][kPerVec] = {};
-    const auto add = [&](u32, const Vec* batch) {
+    for (u32 word = 0; word < kRankWords; ++word) {
+      const u32 went = reinterpret_cast<const u32*>(p.tables.token_ranks)[token * kRankWords + word];
+      const u32 rank = word * 32 + threadIdx.x % 32;
+      const auto row = [&](u32 bit) {
+        return ours + (static_cast<u64>(word * 32 + bit) * p.ll.max_tokens + token) * cfg::kRowBytes;
+      };
+      add_rows(went & __ballot_sync(kAll, rank < cfg::kNumRanks && came[rank]), part, row, [&](u32, const Vec* batch) {
 #pragma unroll
-      for (u32 j = 0; j < kBatch; ++j) accumulate<cfg::kDType>(sums[j], batch[j]);
-    };
-    const u32 step = kRankWords == 1 ? last - first : 1;  // a part's sum takes the words in their order
-    for (u32 part = first; part < last; part += step) {
-#pragma unroll
-      for (u32 word = 0; word < kRankWords; ++word) {
-        const auto row = [&](u32 bit) {
-          return ours + (static_cast<u64>(word * 32 + bit) * p.ll.max_tokens + token) * cfg::kRowBytes;
-        };
-        add_rows(went.ranks[word], part, part + step, row, add, [&](u32 done) {
-          if (word + 1 == kRankWords) store_sums(sums, out, done);
-        });
-      }
+        for (u32 j = 0; j < kBatch; ++j) accumulate<cfg::kDType>(sums[j], batch[j]);
+      });
     }
-  });
+    store_sums(sums, reinterpret_cast<u8*>(p.out) + static_cast<u64>(token) * cfg::kRowBytes, part);
+  }
   return true;
 }
 

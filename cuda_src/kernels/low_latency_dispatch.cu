@@ -97,10 +97,11 @@ __device__ bool send(const Params& p, u8* smem, u32 epoch) {
   read_ids(p, ids, goes, totals);
   if (blockIdx.x == 0) send_counts(p, ids, goes);
 
-  const auto expert_of = [&](u32 token, u16& expert) {
-    expert = lane < num_topk ? ids.experts[token * num_topk + lane] : kNoExpert;
-  };
-  for_rows<u16>(Range(p.ll.num_tokens * cfg::kParts), expert_of, [&](u32 token, u32 first, u32 last, u16 expert) {
+  const Range shares(p.ll.num_tokens * cfg::kParts);  // neighbours: a token's places serve for many shares of its row
+  for (u32 share = shares.begin; share < shares.end;) {
+    const u32 token = share / cfg::kParts, first = share % cfg::kParts;
+    const u32 last = min(first + shares.end - share, static_cast<u32>(cfg::kParts));
+    const u16 expert = lane < num_topk ? ids.experts[token * num_topk + lane] : kNoExpert;
     const u32 rank = expert != kNoExpert ? expert / p.ll.num_local_experts : kNone;
     const bool leads = is_first(rank, rank != kNone && goes[rank]);
     const u32 leaders = __ballot_sync(kAll, leads);
@@ -116,7 +117,8 @@ __device__ bool send(const Params& p, u8* smem, u32 epoch) {
         send_part(x, part, wire_row, leaders);
       }
     }
-  });
+    share += last - first;
+  }
   publish(p.sync, p.ll, cfg::kArrivalRows, epoch, totals);
   return true;
 }
@@ -218,8 +220,8 @@ __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
   u8* from = region(p.sync, p.ll, p.sync.rank);
   const Range shares(starts[cfg::kNumRanks] * cfg::kParts);
   for_items<Share>(
-      shares.begin, shares.end, [&](u32 number, Share& share) { fetch(p, starts, from, number, share); },
-      [&](u32, const Share& share) { distribute(p, begin, from, share); });
+      shares.begin, shares.end, 1, [&](u32 number, Share& share) { fetch(p, starts, from, number, share); },
+      [&](const Share& share) { distribute(p, begin, from, share); });
   return true;
 }
 

@@ -33,8 +33,13 @@ JOBS = {
     "scales": Job(_TWO, num_ctas=1, kernels=("count", "push"), scale_bytes=40 * 16),  # more than a warp's vectors
     "scales only": Job(_TWO, num_ctas=1, kernels=("count", "push"), scale_bytes=12, rows_only=True),
     "bias": Job(_THREE, num_bias=2),
+    "short": Job(replace(_TWO, hidden=1096, dtype="float16", tokens=(3, 2)), num_ctas=1, chunks=2, consumers=2),
+    "many": Job(replace(_TWO, hidden=8, tokens=(1100, 30)), kernels=("count",)),  # more than COUNT has threads
+    "count": Job(replace(_THREE, hidden=8), kernels=("count",), rounds=3),  # nothing else keeps ranks together
     "absent": Job(_THREE, absent=(1, "push")),
     "stalled": Job(_TWO, stalled=(1, "push")),
+    "revoked": Job(Case(num_ranks=3, num_topk=1, tokens=1, num_local_experts=1), num_ctas=1, stalled=(1, "push"),
+                   kernels=("count", "push")),  # so small that who gave up and who comes meet in the middle
 }
 MOVER, SIDE, GATHER, SYNC, LD_ST = (
     f"cupyep/{name}.cuh" for name in ("mover", "side_rows", "gather", "sync", "ptx/ld_st"))
@@ -157,6 +162,14 @@ MUTANTS = [
     mutant("pull: slot given back before its last row is read", "ring", GATHER, "if (++row >= num_rows) {",
            "if (++row == 1) {"),
     mutant("pull: a slot's rows in one place", "ring", GATHER, " + place * cfg::kSlotBytes,", ","),
+    mutant("pull: sources read before the barrier", "three", PULL, "  }\n  __syncthreads();\n\n  if (verdict",
+           "  }\n\n  if (verdict"),
+    mutant("pull: the last chunk as long as the others", "short", GATHER,
+           "return left < cfg::kChunkBytes ? left : cfg::kChunkBytes;", "return cfg::kChunkBytes;"),
+    mutant("pull: the second warp adds what the first one adds", "short", GATHER, "thread = warp_ * 32 + lane;",
+           "thread = lane;"),
+    mutant("pull: slot empty when one warp of two has read it", "short", GATHER,
+           "full_ + cfg::kSlots + slot, cfg::kConsumerWarps);", "full_ + cfg::kSlots + slot, 1);"),
     mutant("pull: row off by one", "ring", GATHER, "static_cast<u64>(order[word]) * cfg::kRowBytes",
            "static_cast<u64>(order[word] + 1) * cfg::kRowBytes"),
     mutant("pull: says done before it has read (no done word)", "ctas", PULL,
@@ -201,8 +214,18 @@ MUTANTS = [
            "static_cast<u64>(sync.rank) << 32"),
     mutant("abort: every rank keeps its own record", "absent", SYNC, "first == 0 ? record : first", "record", seed=46),
     mutant("done: told by a rank that has left", "stalled", SYNC, "if (__syncthreads_or(aborted(sync))) return false;",
-           seed=52),
+           seed=55),
     # COUNT and the vector mover
+    mutant("count: places start anew every 32 tokens", "many", COUNT,
+           "if (lane == 0) warp_start[warp][rank] += __popc(ballot);"),
+    mutant("count: rows of the last 32 tokens only", "many", COUNT, "rows[rank / 32] += __popc(ballot);",
+           "rows[rank / 32] = __popc(ballot);"),
+    Mutant("count: one table of counts instead of two", "count", (
+        (COUNT, "((epoch & 1) * cfg::kNumRanks + p.sync.rank) * cfg::kCountsWords", "p.sync.rank * cfg::kCountsWords"),
+        (COUNT, "(epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;", "0;")), seed=3),
+    Mutant("count: posted before the counts are there (H8)", "count", (
+        (COUNT, "  post(p.sync, p.post, epoch);\n\n  // Second", "  // Second"),
+        (COUNT, "  // Counts to every peer", "  post(p.sync, p.post, epoch);\n  // Counts to every peer"))),
     mutant("count: histogram cleared without a barrier", "counts", COUNT,
            "if (threadIdx.x == 0) bad_at = ~0ull;\n  __syncthreads();",
            "if (threadIdx.x == 0) bad_at = ~0ull;", seed=1),
@@ -227,6 +250,14 @@ SURVIVORS = [
            "totals[rank] = sum;\n  }\n  __syncthreads();", "totals[rank] = sum;\n  }"),
     # A bulk store is written after it was issued, so an early one (H7) would need a past that the model does not keep.
     mutant("push: no proxy fence before stores to a peer (H7)", "push", SYNC, "ptx::fence_proxy_async();"),
+    # A revoked post only hastens the end: who takes it for a ready one moves rows into blocks that are not used again,
+    # waits for a done word that does not come, and meets the record there. And the record is there before the last CTA
+    # reads it for the host, which is long after the post was seen: in 3 of 60 schedules a rank meets the post first.
+    mutant("revoked: taken for ready", "revoked", SYNC, "if (status == cfg::kStatusRevoked) {", "if (false) {"),
+    mutant("revoked: the record is not awaited", "revoked", SYNC,
+           "while (!aborted(sync) && !patience.exhausted(sync, operation, peer, epoch)) {", "while (false) {", seed=30),
+    mutant("abort: nothing revoked", "revoked", SYNC,
+           "->status, static_cast<u32>(cfg::kStatusRevoked));", "->status, static_cast<u32>(cfg::kStatusReady));"),
     # The words of a revoked post and its record are looked at with strong loads, one at a time.
     mutant("abort: no fence between revoking and the record", "absent", SYNC,
            "  ptx::fence_acq_rel_sys();\n  const u64 first", "  const u64 first"),

@@ -33,8 +33,7 @@ class Scheduler:
                  stalled: tuple[int, str] | None = None) -> None:
         self.space, self.rng, self.trace = space, random.Random(seed), trace
         self.tick_ns = tick_ns  # by which the clock moves when nothing else can
-        # (rank, kernel): stops in it after some bursts, for so many idle rounds, until a deadline is near or long past.
-        self.stalled, rng = stalled, self.rng
+        self.stalled, rng = stalled, self.rng  # (rank, kernel): stops in it until a deadline is near or long past
         self.stall_after, self.stall_idle = rng.randrange(60), rng.choice([20 + seed % 20, 24 + seed % 8, MAX_IDLE])
         # This run's character: chances per step.
         self.land, self.drain, self.refresh = (rng.choice([0.0, 0.05, 0.5]) for _ in range(3))

@@ -100,7 +100,7 @@ def test_expert_layout(num_tokens, num_topk, num_local, alignment, idx_dtype, dt
     x, weights = values(rng, (capacity, hidden), dtype), values(rng, (capacity, num_topk), np.dtype("f4"))
     received = reference.Received(x[:num_tokens], idx[:num_tokens], None, listed, [], [], np.zeros(0))
     expected = expert_reference.expand(received, alignment)
-    gpu, row_bytes, num_rows = Gpu(num_local), hidden * dtype.itemsize, max(1, len(expected.rows))
+    gpu, row_bytes, num_rows = Gpu(num_local, 1 << 19), hidden * dtype.itemsize, max(1, len(expected.rows))
     row_map = {
         "row_map": gpu.empty(4 * idx.size), "offsets": gpu.empty(4 * (num_local + 1)), "num_topk": num_topk,
         "received": gpu.array(np.array([num_tokens, *listed], np.int32)), "num_local_experts": num_local,
