@@ -90,10 +90,11 @@ MUTANTS = [
         ),
     ),
     mutant("combine: a row of torn tables sent", "tardy", COMBINE, "if (share.token >= p.ll.max_tokens) return;",
-           seed=4),
+           seed=13),
     # rows
     mutant("dispatch: ids read without a barrier", "many", IDS,
-           "    }\n  }\n  __syncthreads();\n  for (u32 rank = threadIdx.x;", "    }\n  }\n  for (u32 rank = threadIdx.x;"),
+           "    }\n  }\n  __syncthreads();\n  for (u32 rank = threadIdx.x;",
+           "    }\n  }\n  for (u32 rank = threadIdx.x;"),
     mutant("dispatch: bits cleared without a barrier", "many", IDS, "ids.listing[i] = 0;  // both\n  __syncthreads();",
            "ids.listing[i] = 0;", seed=1),
     mutant("dispatch: place of a row off by one", "two", IDS, "count_bits(ids.going + rank * ids.words, token);",

@@ -76,8 +76,9 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
             return
         with _claims_lock:
             groups = {other.threads for other in (claim, *claims(ordinal))}
-            largest = max(groups, key=len)  # a rank alone never waits for a peer; beside others it may wait with them
-            if len(largest) > 1 and any(group != largest and (len(group) > 1 or not group <= largest) for group in groups):
+            largest = max(groups, key=len)
+            others = [group for group in groups if group != largest and (len(group) > 1 or not group <= largest)]
+            if len(largest) > 1 and others:  # a rank of the group may have a Buffer alone beside it
                 raise StateError(
                     f"comm: expected one group of threads at a time on GPU {bus_id}, got a second while another has a "
                     "Buffer open; use processes for groups side by side"
