@@ -24,6 +24,7 @@ deadline=${SECONDS_AT_MOST:-585}  # of this script
 export PATH=$PATH:/usr/local/nvidia/bin:/usr/local/cuda/bin PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export CUDA_MPS_PIPE_DIRECTORY=$work/no-mps CUDA_MPS_LOG_DIRECTORY=$work/mps-log
 unset CUDA_DEVICE_MAX_CONNECTIONS
+export CUPYEP_EXAMPLES=${CUPYEP_EXAMPLES:-15}  # of each property: the lanes wait for each other's time on the GPU
 
 finish() {
   local passed failed skipped

@@ -26,6 +26,17 @@ SMALL_BATCH = 128  # tokens
 SMS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 _DISPATCH = "tests/multirank/test_dispatch_combine.py"
+QUICK_TESTS = (  # one or two of each mode, with ranks that are processes
+    "dispatch_combine.py::test_processes[2-True]",
+    "lifetimes.py::test_lifetimes[mpi-thousand_calls]",
+    "quantize.py::test_pairs[mpi-fp8]",
+    "options.py::test_bias_with_processes",
+    "options.py::test_fixed_size[mpi]",
+    "expert_layout.py::test_expert_layout_with_processes",
+    "peer_arrays.py::test_copies_between_arenas[mpi]",
+    "low_latency.py::test_shapes_that_change[mpi-4]",
+    "low_latency.py::test_dispatch_and_combine_overlap[mpi]",
+)
 
 
 @dataclass(frozen=True)
@@ -135,7 +146,7 @@ def _run_tests(which: str, num_ranks: int, backend: str, deadline: float) -> str
         return "skipped: an installed package has no tests; use a checkout"
     if not all(map(importlib.util.find_spec, ("pytest", "pytest_timeout", "hypothesis"))):
         return "skipped: needs the extra test-tools"
-    quick = [f"{_DISPATCH}::test_processes[2-True]"]
+    quick = [f"tests/multirank/test_{test}" for test in QUICK_TESTS]
     quick += [f"{_DISPATCH}::test_processes[4-False]"] * (num_ranks >= 4)
     quick += [f"{_DISPATCH}::test_eight_processes"] * (num_ranks >= 8)
     chosen = quick if which == "quick" else ["tests/multirank", "tests/misuse", "-k", "mpi or process"]

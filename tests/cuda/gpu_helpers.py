@@ -243,10 +243,10 @@ def fill(buffer: cupyep.Buffer) -> list[Any]:
     return kept
 
 
-def child(function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> Any:
-    """`function(*args)` in a new process, which is ended when the time is over."""
-    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # streams that share one wait for each other
-    return launch.mpi(1, _without_comm, function, args, timeout_s=timeout_s, is_fresh=True, env=connections)[0]
+def child(function: Callable[..., Any], *args: Any, timeout_s: float = 60, is_fresh: bool = False) -> Any:
+    """`function(*args)` in another process, which is ended when the time is over, or is_fresh, a new one."""
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # streams that share one wait for each other
+    return launch.mpi(1, _without_comm, function, args, timeout_s=timeout_s, is_fresh=is_fresh, env=env)[0]
 
 
 def _without_comm(_: Any, function: Callable[..., Any], args: tuple) -> Any:
@@ -254,7 +254,7 @@ def _without_comm(_: Any, function: Callable[..., Any], args: tuple) -> Any:
 
 
 def threads(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
-    """`function(comm, *args)` in threads of one new process."""
+    """`function(comm, *args)` in threads of one other process."""
     return child(launch.threads, num_ranks, function, *args, timeout_s=timeout_s)
 
 

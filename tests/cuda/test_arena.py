@@ -56,7 +56,7 @@ def lost_by_threads(num_ranks):
 @pytest.mark.alone
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_hundred_buffers_of_threads_leave_nothing(num_ranks):
-    assert child(lost_by_threads, num_ranks, timeout_s=90) < SLACK
+    assert child(lost_by_threads, num_ranks, timeout_s=90, is_fresh=True) < SLACK
 
 
 def lost_by_processes(comm):

@@ -67,7 +67,7 @@ def on_gpu(comm, group):
 
 @pytest.mark.parametrize("mover", ["tma", "vector"])
 def test_interpreter_and_gpu(mover):
-    assert child(interpreted_and_run, mover, timeout_s=140) == len(jobs(mover)) > 0
+    assert child(interpreted_and_run, mover, timeout_s=140, is_fresh=True) == len(jobs(mover)) > 0
 
 
 # --- low latency ------------------------------------------------------------------------------------------------------

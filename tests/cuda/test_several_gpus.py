@@ -78,7 +78,7 @@ def test_the_caller_chooses_the_gpu():
 
 def test_both_movers_between_gpus():
     for mover in ("tma", "vector"):
-        child(several_shapes, num_gpus(), mover, timeout_s=90)
+        child(several_shapes, num_gpus(), mover, timeout_s=90, is_fresh=True)
 
 
 def several_shapes(num_ranks, mover):

@@ -14,7 +14,7 @@ import cupyep
 
 check = settings(
     deadline=None,
-    max_examples=60,
+    max_examples=int(os.environ.get("CUPYEP_EXAMPLES", "60")),
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
