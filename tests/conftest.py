@@ -28,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backend: runs the backend that --backend names (set by using the fixture)")
 
 
+def pytest_sessionfinish() -> None:
+    launch.close_all()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "backend" in getattr(item, "fixturenames", ()):
