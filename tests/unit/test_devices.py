@@ -51,4 +51,3 @@ def test_a_second_group_is_refused_and_a_rank_of_the_first_alone_is_not():
         comm.barrier(operation="test", timeout_s=10)
 
     groups_of(2, then=inner)
-
