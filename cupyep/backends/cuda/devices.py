@@ -9,7 +9,7 @@ from typing import Any
 
 from cupy.cuda import runtime
 
-from cupyep import env, model
+from cupyep import checks, env, model
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
 from cupyep.comm.host import check_same_host
@@ -146,10 +146,8 @@ def _describe(device: int | None, comm: Communicator) -> tuple[int, str, int]:
         ordinal = current if comm.local_rank is None else comm.local_rank % count
         if current not in (0, ordinal):
             warnings.warn(f"Buffer uses GPU {ordinal}, the current device is {current}", RuntimeWarning, stacklevel=6)
-    elif not 0 <= device < count:
-        raise ValueError(f"device: expected 0..{count - 1}, got {device}")
     else:
-        ordinal = device
+        ordinal = checks.integer("device", device, 0, count - 1)
     return ordinal, runtime.deviceGetPCIBusId(ordinal), runtime.getDeviceProperties(ordinal)["multiProcessorCount"]
 
 
