@@ -269,8 +269,8 @@ def captured(rank: Rank) -> None:
 
 
 JOBS = [
-    captured, usual, arena_input, pairs, fixed_size, too_few_rows, sized, numpy_integers, different_sizes, expert_layout,
-    grown,
+    captured, usual, arena_input, pairs, fixed_size, too_few_rows, sized, numpy_integers, different_sizes,
+    expert_layout, grown,
 ]  # fmt: skip
 
 
