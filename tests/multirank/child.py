@@ -29,13 +29,14 @@ def main(job: Path, parent: int) -> None:
         if "/mpich_shm_" in line:
             Path(line.split()[5]).unlink(missing_ok=True)
     for number in itertools.count():
-        folder = job / str(number)
+        folder, pause_s = job / str(number), 0.002
         while not folder.exists():
             if (job / "end").exists():
                 return
             if not Path(f"/proc/{parent}").exists():  # nobody else clears up
                 return shutil.rmtree(job, ignore_errors=True)
-            time.sleep(0.003)
+            time.sleep(pause_s)
+            pause_s = min(0.03, pause_s * 1.05)  # two dozen ranks may wait for long, beside others that are timed
         run(MPI.COMM_WORLD, folder)
 
 
