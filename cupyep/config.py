@@ -19,12 +19,16 @@ class BufferConfig:
     timeout_s: float | None = 120.0
 
     def __post_init__(self) -> None:
-        checks.integer("num_nvl_bytes", self.num_nvl_bytes, 0)
-        checks.integer("num_rdma_bytes", self.num_rdma_bytes, 0)
+        self._take("num_nvl_bytes", 0)
+        self._take("num_rdma_bytes", 0)
         if not isinstance(self.low_latency_mode, bool):
             raise TypeError(f"low_latency_mode: expected a bool, got {self.low_latency_mode!r}")
         if self.max_tokens_per_rank is not None:
-            checks.integer("max_tokens_per_rank", self.max_tokens_per_rank, 1, checks.MAX_TOKENS)
+            self._take("max_tokens_per_rank", 1, checks.MAX_TOKENS)
         if self.backend not in ("auto", "numpy", "cuda"):
             raise ValueError(f"backend: expected 'auto', 'numpy' or 'cuda', got {self.backend!r}")
         checks.timeout(self.timeout_s)
+
+    def _take(self, name: str, low: int, high: int | None = None) -> None:
+        """Makes an int of a NumPy integer: addresses come of these numbers, and CuPy takes nothing else for one."""
+        object.__setattr__(self, name, checks.integer(name, getattr(self, name), low, high))

@@ -100,7 +100,7 @@ class Dispatch(Group):
         checks.boolean("validate", validate)
         checks.one_of("scales_order", scales_order, ("C", "F"))
         by_expert = checks.one_of("layout", layout, ("rank", "expert")) == "expert"
-        checks.integer("expert_alignment", expert_alignment, 1, checks.MAX_ALIGNMENT)
+        expert_alignment = checks.integer("expert_alignment", expert_alignment, 1, checks.MAX_ALIGNMENT)
         if handle is not None:
             given = {
                 "topk_idx": topk_idx,

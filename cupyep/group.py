@@ -252,7 +252,7 @@ class Group:
         checks.boolean("allocate_on_comm_stream", allocate_on_comm_stream)
         most = backend.max_num_sms
         if num_sms is not None:
-            checks.integer("num_sms", num_sms, 1, most)
+            num_sms = checks.integer("num_sms", num_sms, 1, most)
         elif Group.num_sms:
             num_sms = min(Group.num_sms, most) if most else Group.num_sms
         return Run(num_sms, None if previous_event is None else backend.event(previous_event), async_finish)

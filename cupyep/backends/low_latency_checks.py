@@ -20,8 +20,9 @@ def max_tokens(value: Any, num_tokens: int, num_topk: int, num_experts: int) -> 
     most = checks.integer(name, value, 1, MAX_TOKENS)
     if most * num_topk > MAX_IDS:
         raise ValueError(f"{name} * num_topk: expected at most {MAX_IDS}, got {most} * {num_topk}")
-    if layout.align(most, 32) * num_experts > MAX_LISTINGS:
-        raise ValueError(f"{name} * num_experts: expected at most {MAX_LISTINGS}, got {most} * {num_experts}")
+    if (rounded := layout.align(most, 32)) * num_experts > MAX_LISTINGS:
+        got = f"{most} * {num_experts}" + f" ({most} counts as {rounded})" * (rounded != most)
+        raise ValueError(f"{name} * num_experts: expected at most {MAX_LISTINGS}, got {got}")
     if num_tokens > most:
         raise ValueError(f"num_tokens: expected at most {name} = {most}, got {num_tokens}")
     return most

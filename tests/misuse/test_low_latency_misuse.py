@@ -32,7 +32,7 @@ def misuse(comm, backend):
             ),
             (
                 {"num_max_dispatch_tokens_per_rank": 2049, "num_experts": 128},
-                r"num_max_dispatch_tokens_per_rank \* num_experts: expected at most 262144, got 2049 \* 128",
+                r"per_rank \* num_experts: expected at most 262144, got 2049 \* 128 \(2049 counts as 2080\)",
             ),
             ({"num_experts": 7}, "num_experts: expected a multiple of the 2 ranks, got 7"),
             ({"x": x[:, :100]}, "hidden: expected a multiple of 128 for these scales, got 100"),

@@ -1,8 +1,8 @@
 """One rank of an MpiJob of launch.py: `child.py FOLDER PARENT`, started by `mpiexec -n N python -m mpi4py`.
 
 Takes the calls 0, 1, ... from the folders of those names until there is an end, or the process PARENT is no more. It
-sends its own output to rank-R.log there, and leaves what the function returned in rank-R.result. An exception leaves
-rank-R.failed, is printed, and ends the whole job by the hook of `python -m mpi4py`.
+sends its own output to rank-R.log there, and leaves what the function returned in rank-R.result, once its garbage is
+gone. An exception leaves rank-R.failed, is printed, and ends the whole job by the hook of `python -m mpi4py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ import gc
 import itertools
 import os
 import pickle
+import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 
 from mpi4py import MPI
+
+GRACE_S = 30  # after the deadline; the launcher ends a job within 13
 
 
 def main(job: Path, parent: int) -> None:
@@ -25,13 +29,15 @@ def main(job: Path, parent: int) -> None:
         if "/mpich_shm_" in line:
             Path(line.split()[5]).unlink(missing_ok=True)
     for number in itertools.count():
-        folder = job / str(number)
+        folder, pause_s = job / str(number), 0.002
         while not folder.exists():
-            if (job / "end").exists() or not Path(f"/proc/{parent}").exists():
+            if (job / "end").exists():
                 return
-            time.sleep(0.003)
+            if not Path(f"/proc/{parent}").exists():  # nobody else clears up
+                return shutil.rmtree(job, ignore_errors=True)
+            time.sleep(pause_s)
+            pause_s = min(0.03, pause_s * 1.05)  # two dozen ranks may wait for long, beside others that are timed
         run(MPI.COMM_WORLD, folder)
-        gc.collect()  # what the function left is gone before the next
 
 
 def run(comm: MPI.Intracomm, folder: Path) -> None:
@@ -43,15 +49,20 @@ def run(comm: MPI.Intracomm, folder: Path) -> None:
         sys.path[:], deadline, may_lose_ranks = pickle.load(call)  # the path first: the function may lie anywhere on it
         left_s = deadline - time.monotonic()  # the clock is the host's, so it may be compared between processes
         faulthandler.dump_traceback_later(max(0.1, left_s - 1))  # where a rank hangs, before the launcher kills it
+        signal.alarm(max(1, int(left_s) + GRACE_S))  # the end of it, where no launcher is left to kill it
         function, args = pickle.load(call)
     try:
         result = function(comm, *args)
     except BaseException:
         (folder / f"rank-{comm.rank}.failed").touch()
         raise
-    faulthandler.cancel_dump_traceback_later()
     part = folder / f"rank-{comm.rank}.part"
     part.write_bytes(pickle.dumps(result))
+    del function, args, result
+    gc.collect()  # what the function left is gone before the next, and a crash over it is this function's
+    faulthandler.cancel_dump_traceback_later()
+    signal.alarm(0)
+    sys.stdout.flush()  # into this log, not the next one's
     part.rename(folder / f"rank-{comm.rank}.result")
     if may_lose_ranks:
         os._exit(0)  # MPI_Finalize would wait for the lost ranks

@@ -58,7 +58,7 @@ class Machine:
 
     def allocate(self, num_bytes: int) -> int:
         with self.lock:
-            return self.space.allocate(max(16, num_bytes))
+            return self.space.allocate(max(16, int(num_bytes)))
 
     def array(self, content: Any, dtype: Any = None) -> cupy.ndarray:
         """A device array of this content, at once."""

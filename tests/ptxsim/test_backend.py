@@ -147,6 +147,19 @@ def sized(rank: Rank) -> None:
         rank.buffer = given
 
 
+def numpy_integers(rank: Rank) -> None:
+    """Sizes and numbers may be NumPy's; what is computed of them becomes addresses."""
+    given, size = rank.buffer, np.int64
+    for options in ({"max_tokens_per_rank": size(8)}, {"num_nvl_bytes": size(1 << 13)}):
+        with cupyep.Buffer(rank.comm, backend="cuda", timeout_s=30, **options) as rank.buffer:
+            for _ in range(2):  # the second into blocks that are there before the counts
+                rank.check_rows(rank.dispatch(num_sms=size(1)))
+            result = rank.dispatch(layout="expert", expert_alignment=size(4), num_worst_tokens=size(13))
+            assert type(result.handle.expert_rows.num_rows) is int
+            del result
+    rank.buffer = given
+
+
 def different_sizes(rank: Rank) -> None:
     """A rank that waits for the counts learns it in the call, one that does not learns it later; both go on."""
     for theirs in (0, 30):
@@ -255,7 +268,10 @@ def captured(rank: Rank) -> None:
     assert rank.buffer._backend._arena.largest == free
 
 
-JOBS = [captured, usual, arena_input, pairs, fixed_size, too_few_rows, sized, different_sizes, expert_layout, grown]
+JOBS = [
+    captured, usual, arena_input, pairs, fixed_size, too_few_rows, sized, numpy_integers, different_sizes,
+    expert_layout, grown,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)

@@ -9,7 +9,7 @@ from typing import Any
 
 from cupy.cuda import runtime
 
-from cupyep import env, model
+from cupyep import checks, env, model
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
 from cupyep.comm.host import check_same_host
@@ -25,7 +25,7 @@ class Claim:
     device: int
     num_sms: int
     ranks_per_device: int  # of all processes
-    threads: frozenset[int]  # identifiers of these ranks' threads
+    threads: frozenset[int]  # native ids of these ranks' threads: an ident goes to the next thread when one ends
 
 
 _claims: list[Claim] = []
@@ -34,7 +34,7 @@ _claims_lock = threading.Lock()
 
 def claims(device: int) -> list[Claim]:
     """What is taken of `device`. Threads that ended without closing their Buffer hold nothing."""
-    alive = {thread.ident for thread in threading.enumerate()}
+    alive = {thread.native_id for thread in threading.enumerate()}
     return [claim for claim in _claims if claim.device == device and claim.threads <= alive]
 
 
@@ -50,7 +50,7 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
     comm.together("choose device", lambda: described.append(_describe(device, comm)), timeout_s=timeout_s)
     ordinal, bus_id, total_sms = described[0]
     used = sum(claim.num_sms * claim.ranks_per_device for claim in claims(ordinal))
-    mine = bus_id, used, threading.get_ident()
+    mine = bus_id, used, threading.get_native_id()
     everyone = comm.allgather(mine, operation="choose device", timeout_s=timeout_s)
     sharing = [rank for rank, (bus, *_) in enumerate(everyone) if bus == bus_id]
     available = (total_sms - max(everyone[rank][1] for rank in sharing)) // len(sharing)
@@ -62,7 +62,7 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
             stacklevel=5,
         )
     budget = default_budget(available, machine(ordinal), comm.size, len(sharing)) if num_sms is None else num_sms
-    threads = [everyone[rank][2] for rank in sharing] if comm.in_process else [threading.get_ident()]
+    threads = [everyone[rank][2] for rank in sharing] if comm.in_process else [threading.get_native_id()]
     claim = Claim(ordinal, budget, len(sharing), frozenset(threads))
 
     def take() -> None:
@@ -146,10 +146,8 @@ def _describe(device: int | None, comm: Communicator) -> tuple[int, str, int]:
         ordinal = current if comm.local_rank is None else comm.local_rank % count
         if current not in (0, ordinal):
             warnings.warn(f"Buffer uses GPU {ordinal}, the current device is {current}", RuntimeWarning, stacklevel=6)
-    elif not 0 <= device < count:
-        raise ValueError(f"device: expected 0..{count - 1}, got {device}")
     else:
-        ordinal = device
+        ordinal = checks.integer("device", device, 0, count - 1)
     return ordinal, runtime.deviceGetPCIBusId(ordinal), runtime.getDeviceProperties(ordinal)["multiProcessorCount"]
 
 

@@ -1,0 +1,53 @@
+"""What Buffers have taken of a GPU, among threads that come and go. The GPU itself is left out."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+
+pytest.importorskip("cupy", reason="devices are chosen through CuPy", exc_type=ImportError)
+
+from cupyep import model
+from cupyep.backends.cuda import devices
+from cupyep.comm.local import run_threads, single
+from cupyep.errors import StateError
+
+
+@pytest.fixture(autouse=True)
+def one_gpu(monkeypatch):
+    """Of 132 SMs, with nothing taken."""
+    monkeypatch.setattr(devices, "_claims", [])
+    monkeypatch.setattr(devices, "_describe", lambda device, comm: (0, "bus", 132))
+    monkeypatch.setattr(devices, "_check_peers", lambda device, rank, bus_ids: None)
+    monkeypatch.setattr(devices, "machine", lambda device: model.Machine())
+
+
+def groups_of(*sizes, then=lambda comm, claim: None):
+    """Group behind group: each chooses, and ends without giving anything back. The SMs of each one's ranks."""
+
+    def program(comm):
+        claim = devices.choose(comm, None, None, 10)
+        then(comm, claim)
+        return claim.num_sms
+
+    return [run_threads(program, size, (), 10, lambda rank: nullcontext()) for size in sizes]
+
+
+def test_threads_that_ended_hold_nothing():
+    """A later group's threads have the idents of an earlier one's: neither its SMs nor the GPU count as taken."""
+    alone = groups_of(3)
+    devices._claims.clear()
+    assert groups_of(2, 2, 3, 1, 3)[2::2] == alone * 2
+    assert devices.claims(0) == []
+
+
+def test_a_second_group_is_refused_and_a_rank_of_the_first_alone_is_not():
+    def inner(comm, claim):
+        if comm.rank == 0:
+            devices.release(devices.choose(single(), None, None, 10))
+            with pytest.raises(StateError, match="one group of threads at a time"):
+                groups_of(2)
+        comm.barrier(operation="test", timeout_s=10)
+
+    groups_of(2, then=inner)
