@@ -88,6 +88,7 @@ MUTANTS = [
                 "epoch, totals);\n  if (blockIdx.x == 0) send_counts(p, ids, goes);\n  return true;",
             ),
         ),
+        seed=1,
     ),
     mutant("combine: a row of torn tables sent", "tardy", COMBINE, "if (share.token >= p.ll.max_tokens) return;",
            seed=13),
