@@ -56,11 +56,12 @@ def _run(
         key = name, device.id, tuple(constants.items())
         if stream.is_capturing() and key not in _loaded:
             raise StateError(f"{name}: its kernel is not loaded; call it once for these types before graph capture")
+        kernel = _kernel(*key)
         _loaded.add(key)
         call = Call(abi.QUANTIZE_PARAMS, {})
         call.set(wide=wide.data.ptr, codes=codes.data.ptr, scales=scales.data.ptr, num_tokens=len(wide), hidden=hidden)
         num_sms = device.attributes["MultiProcessorCount"]
-        _kernel(*key).launch(num_sms * _CTAS_PER_SM, call, stream)
+        kernel.launch(num_sms * _CTAS_PER_SM, call, stream)
 
 
 _loaded: set[Any] = set()
