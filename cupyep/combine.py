@@ -51,7 +51,8 @@ class Combine(Group):
             rank; they are rounded once, to x's type. Tokens sent nowhere are 0, or the bias. In the expert layout each
             rank first adds, in fp32 from +0 by ascending column, weight times row of a token's listings there and
             rounds that to wire_dtype, so that one row per (token, rank) travels: with a 16-bit wire_dtype results are
-            rounded twice, with float32 not at all. combined_topk_weights is None there.
+            rounded twice, with float32 not at all. combined_topk_weights is None there: gradients of
+            weights take a combine of their own (docs/porting.md).
         Raises: ValueError, TypeError, StateError (another Buffer's handle) before anything is sent; MismatchError;
             ArenaExhaustedError; PeerError; StateError under graph capture, where the shape must have been used.
         Sync: collective. Ready in stream order (cuda) or complete (numpy).

@@ -1,11 +1,8 @@
-"""Faults in the low-latency kernels, one at a time, each with the schedule that shows it, as in mutants.py.
-
-`python -m ptxsim.mutants_low_latency`, started in tests, looks for the seeds anew.
-"""
+"""Faults in the low-latency kernels, one at a time, each with the schedule that shows it, as in mutants.py."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 from cases import Case
@@ -149,17 +146,13 @@ SURVIVORS = [
 ]
 
 
-def symptom(what: Mutant, seed: int) -> str | None:
+def symptom(what: Mutant, seed: int, trace: Callable[[str], None] | None = None) -> str | None:
     """What goes wrong under this schedule, or None. Raises PatchError where the fault is none."""
     try:
-        low_latency.run(replace(RUNS[what.job], patch=what.patch), seed)
+        low_latency.run(replace(RUNS[what.job], patch=what.patch), seed, trace)
     except PatchError:
         raise
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
-
-if __name__ == "__main__":
-    for each in MUTANTS[int(sys.argv[1]) :]:
-        print(f"{each.name}: {next((seed for seed in range(20) if symptom(each, seed)), None)}", flush=True)

@@ -14,7 +14,11 @@ def asarray(name: str, value: Any) -> np.ndarray:
     if hasattr(value, "__cuda_array_interface__"):
         raise TypeError(f"{name}: expected a CPU array on the numpy backend, got {type(value).__name__} on a GPU")
     if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)
+        try:
+            return np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:  # NumPy's, or of the library that exports
+            expected = "an array that NumPy can take by DLPack, of CPU memory and a type that it has"
+            raise TypeError(f"{name}: expected {expected}, got {type(value).__name__}: {error}") from error
     return checks.host_array(name, value)
 
 
