@@ -25,8 +25,7 @@ from cupyep.doctor.checks import mpiexec
 SMALL_BATCH = 128  # tokens
 SMS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-_DISPATCH = "tests/multirank/test_dispatch_combine.py"
-QUICK_TESTS = (  # one or two of each mode, with ranks that are processes
+QUICK_TESTS = (  # in tests/multirank, behind "test_": one or two of each mode, with ranks that are processes
     "dispatch_combine.py::test_processes[2-True]",
     "lifetimes.py::test_lifetimes[mpi-thousand_calls]",
     "quantize.py::test_pairs[mpi-fp8]",
@@ -146,10 +145,11 @@ def _run_tests(which: str, num_ranks: int, backend: str, deadline: float) -> str
         return "skipped: an installed package has no tests; use a checkout"
     if not all(map(importlib.util.find_spec, ("pytest", "pytest_timeout", "hypothesis"))):
         return "skipped: needs the extra test-tools"
-    quick = [f"tests/multirank/test_{test}" for test in QUICK_TESTS]
-    quick += [f"{_DISPATCH}::test_processes[4-False]"] * (num_ranks >= 4)
-    quick += [f"{_DISPATCH}::test_eight_processes"] * (num_ranks >= 8)
-    chosen = quick if which == "quick" else ["tests/multirank", "tests/misuse", "-k", "mpi or process"]
+    quick = [*QUICK_TESTS]
+    quick += ["dispatch_combine.py::test_processes[4-False]"] * (num_ranks >= 4)
+    quick += ["dispatch_combine.py::test_eight_processes"] * (num_ranks >= 8)
+    paths = [f"tests/multirank/test_{test}" for test in quick]
+    chosen = paths if which == "quick" else ["tests/multirank", "tests/misuse", "-k", "mpi or process"]
     left_s = min(100 if which == "quick" else 400, deadline - time.monotonic())
     command = [
         sys.executable,

@@ -61,22 +61,23 @@ def mpi(
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environment = os.environ | one_thread | (env or {})
     environment.pop("PYTEST_CURRENT_TEST", None)
-    job = next((job for job in _kept if (job.num_ranks, job.environment) == (num_ranks, environment)), None)
-    if is_fresh or may_lose_ranks or job is None:
-        job = MpiJob(num_ranks, environment, may_lose_ranks)
+    is_kept = not (is_fresh or may_lose_ranks)
+    alike = [job for job in _kept if is_kept and (job.num_ranks, job.environment) == (num_ranks, environment)]
+    if alike:
+        _kept.remove(job := alike[0])
     else:
-        _kept.remove(job)
+        job = MpiJob(num_ranks, environment, may_lose_ranks)
     try:
         results = job.run(function, args, timeout_s)
     except BaseException:
         job.close(grace_s=0)
         raise
-    if is_fresh or may_lose_ranks:
-        job.close(grace_s=0 if may_lose_ranks else 5)
-    else:
+    if is_kept:
         _kept.append(job)
         if len(_kept) > MOST_KEPT:
             _kept.pop(0).close()
+    else:
+        job.close(grace_s=0 if may_lose_ranks else 5)
     return results
 
 
