@@ -119,7 +119,7 @@ sanitize() {
 }
 
 threads="not (mpi or process)" processes="mpi or process"
-cuda=(tests/cuda --ignore=tests/cuda/test_compile.py)  # which needs no GPU
+cuda=(tests/cuda --ignore=tests/cuda/test_compile.py --ignore-glob='*/test_tma_*')  # the former needs no GPU
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv,noheader
 if ! "$python" -c 'import cupy; print("CuPy", cupy.__version__, "GPUs:", cupy.cuda.runtime.getDeviceCount())'; then
@@ -136,6 +136,7 @@ case $mode in
     start_mps
     run 450 tests/multirank tests/misuse -k "$processes"
     run 400 "${cuda[@]}" -k "$processes" -m "not (no_mps or alone)"
+    run 300 tests/cuda/test_tma_*.py  # without peers; this lane is the first to end
     wait
     cat "$work/threads.log" "$work/cuda.log"
     run 100 "${cuda[@]}" -k "$processes" -m alone
