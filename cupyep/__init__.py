@@ -6,6 +6,7 @@ with cupyep.Buffer(comm) as buffer:
     combined_x, _, event = buffer.combine(y, handle)
 """
 
+from cupyep import model, tma
 from cupyep.backends.cuda.jit import source_root as include_dir
 from cupyep.backends.cuda.warmup import compile_at_import
 from cupyep.buffer import Buffer
@@ -58,8 +59,10 @@ __all__ = [
     "UnsupportedDeviceError",
     "dequantize_fp8",
     "include_dir",
+    "model",
     "quantize_fp8",
     "run_local",
+    "tma",
 ]
 
 compile_at_import()

@@ -61,7 +61,7 @@ def dtype(name: str, value: Any) -> np.dtype:
     """The element type that `value` is or names."""
     try:
         found = None if value is None else np.dtype(value)  # NumPy's None is float64
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):  # the last for "f4,,"
         found = None
     if found is None or found.hasobject or not found.itemsize:
         raise TypeError(f"{name}: expected an element type, got {value!r}")

@@ -36,7 +36,7 @@ def pipeline_time(t_load: float, t_compute: float, num_tiles: int, stages: int =
     Raises: TypeError, ValueError. Source: the recurrence above; Little's law is its steady state (see interval).
     """
     _check(t_load, t_compute, num_tiles, stages, t_latency)
-    done = [0.0] * stages  # of the last tile in each slot
+    done = [0.0] * min(stages, num_tiles)  # of the last tile in each slot that is used
     arrived = last = 0.0
     for i in range(num_tiles):
         begin = done[i % stages]
@@ -132,17 +132,26 @@ def compare(
         work: the computation to predict; stages: to run.
     Returns: a Comparison; print it. Load and computation come from one stage without and with work, latency from the
         most stages without work.
-    Sync: as run.
+    Raises: TypeError, ValueError, also for what run returns. Sync: as run.
     """
     checks.integer("num_tiles", num_tiles, 1)
+    checks.integer("work", work, 0)
+    if not isinstance(stages, Iterable):
+        raise TypeError(f"stages: expected a sequence of ints, got {stages!r}")
     chosen = sorted({1, *(checks.integer("stages", number, 1) for number in stages)})
-    idle, serial, fast = (run(*arguments) / num_tiles for arguments in ((1, 0), (1, work), (chosen[-1], 0)))
+
+    def measure(number: int, amount: int) -> float:
+        seconds = run(number, amount)
+        reals.positive(f"run({number}, {amount})", seconds)
+        return seconds
+
+    idle, serial, fast = (measure(*arguments) / num_tiles for arguments in ((1, 0), (1, work), (chosen[-1], 0)))
     t_load, t_compute = idle, max(0.0, serial - idle)
     t_latency = max(0.0, t_load - fast)
     rows = []
     for number in chosen:
         predicted = pipeline_time(t_load, t_compute, num_tiles, number, t_latency=t_latency)
-        measured = serial * num_tiles if number == 1 else run(number, work)
+        measured = serial * num_tiles if number == 1 else measure(number, work)
         rows.append(Row(number, predicted, measured, serial * num_tiles))
     return Comparison(tuple(rows), t_load, t_compute, t_latency)
 

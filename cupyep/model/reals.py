@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
 
 def nonnegative(name: str, value: Any) -> None:
-    """`value` is 0 or more; not NaN."""
+    """`value` is 0 or more, and finite."""
     _real(name, value)
     if not value >= 0:
         raise ValueError(f"{name}: expected at least 0, got {value}")
+    if value == math.inf:
+        raise ValueError(f"{name}: expected a finite number, got {value}")
 
 
 def positive(name: str, value: Any) -> None:

@@ -18,16 +18,21 @@ class ThreadPipeline:
     """For compare(): `run(stages, work)` returns seconds.
 
     Args: num_tiles; load_s: seconds that the loading thread waits for each tile before it puts it into its slot.
+    Raises: TypeError, ValueError, as a call does.
     """
 
     def __init__(self, num_tiles: int = 20, load_s: float = 4e-3) -> None:
         checks.integer("num_tiles", num_tiles, 1)
         reals.nonnegative("load_s", load_s)
+        if load_s > checks.MAX_TIMEOUT_S:  # time.sleep has a limit too
+            raise ValueError(f"load_s: expected at most {checks.MAX_TIMEOUT_S:,} seconds, got {load_s}")
         self.num_tiles, self.load_s = num_tiles, load_s
         self._source = np.arange(num_tiles * _TILE, dtype=np.float32).reshape(num_tiles, -1)
 
     def __call__(self, stages: int, work: int) -> float:
         """Seconds for all tiles, the best of three, with `work` times 100 us on each."""
+        checks.integer("stages", stages, 1)
+        checks.integer("work", work, 0, 2**32 - 1)  # the most of tma.Overlap too
         return min(self._once(stages, work) for _ in range(3))
 
     def _once(self, stages: int, work: int) -> float:

@@ -9,16 +9,21 @@ from typing import Any
 import numpy as np
 
 from cupyep import checks
+from cupyep.tma import launch as launches
 
 _OVERLAP_EFFORT: Any = 10_000  # of NumPy's search for a byte of both arrays; what takes more passes for an overlap
 
 
 def asarray(name: str, value: Any) -> Any:
-    """`value` as numpy.ndarray or cupy.ndarray over the same memory. TypeError names the argument."""
+    """`value` as numpy.ndarray or cupy.ndarray over the same memory. TypeError names the argument.
+
+    UnsupportedDeviceError for a CUDA array where there is no CuPy or no GPU.
+    """
     if isinstance(value, np.ndarray):
         return value
     if not hasattr(value, "__cuda_array_interface__"):
         raise TypeError(f"{name}: expected a NumPy or a CUDA array, got {type(value).__name__}")
+    launches.target(f"{name}: a CUDA array")
     import cupy
 
     return value if isinstance(value, cupy.ndarray) else cupy.asarray(value)

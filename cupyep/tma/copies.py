@@ -7,6 +7,7 @@ and the plan: how rows are cut, and which way they go.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ ADD = {
     np.dtype(ml_dtypes.bfloat16): abi.Add.BFLOAT16,
     np.dtype(np.int32): abi.Add.INT32,
 }
+_ADDING = threading.Lock()  # NumPy loads, adds and stores in three steps, so threads that add take turns
 HINTS = {"none": abi.Hint.NONE, "evict_first": abi.Hint.EVICT_FIRST, "evict_last": abi.Hint.EVICT_LAST}
 
 
@@ -208,7 +210,8 @@ def reduce_add(dst: Any, src: Any, *, num_sms: int = DEFAULT_NUM_SMS, stream: An
     """Adds `src` to `dst` element by element, by bulk reduction stores: `dst` is never loaded by an SM.
 
     Each addition is atomic among the adders of one GPU, so several calls, also of several streams, may add to one
-    array; the order of float additions is then not defined. float32 subnormals, also of the sum, may become 0.
+    array; the order of float additions is then not defined. float32 subnormals, also of the sum, may become 0. On NumPy
+    arrays it is atomic among the threads of one process, call by call, and not among processes.
 
     Args:
         dst, src: as of copy; float32, float16, bfloat16 or int32. 16-bit sums are rounded to nearest even.
@@ -225,8 +228,9 @@ def reduce_add(dst: Any, src: Any, *, num_sms: int = DEFAULT_NUM_SMS, stream: An
     for name, array in (("dst", dst), ("src", src)):
         arrays.contiguous(name, array)
     if arrays.is_numpy(dst):
-        with np.errstate(over="ignore", invalid="ignore"):  # a sum may be inf or NaN, as on a GPU
-            wide = np.int32 if dst.dtype == np.int32 else np.float32  # exact for 16 bits, so rounded once
+        with _ADDING, np.errstate(over="ignore", invalid="ignore"):  # a sum may be inf or NaN, as on a GPU
+            # 24 bits are twice 11 and 2 more: a 16-bit sum that is rounded to them first is the same as rounded once.
+            wide = np.int32 if dst.dtype == np.int32 else np.float32
             dst[...] = (dst.astype(wide) + src.astype(wide)).astype(dst.dtype)
         return launches.done()
     rows = run_of_bytes(arrays.address(dst), arrays.address(src), dst.nbytes)

@@ -60,7 +60,7 @@ def _prelude(constants: tuple[tuple[str, int], ...], structs: tuple[Struct, ...]
 
 def check(stream: Any, num_sms: int = 1) -> None:
     """Refuses what every GPU would, so that NumPy, which needs neither, does too."""
-    if stream is not None and not hasattr(stream, "ptr"):
+    if stream is not None and not (hasattr(stream, "ptr") and hasattr(stream, "__enter__")):  # an event has no "with"
         raise TypeError(f"stream: expected a CuPy stream or None, got {stream!r}")
     checks.integer("num_sms", num_sms, 1)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import ml_dtypes
@@ -33,7 +34,7 @@ _C = {
 }
 _LARGEST = {dtype: float(ml_dtypes.finfo(dtype).max) for dtype in _C if str(dtype).startswith("float8")}
 _SCALARS = {"f32": np.float32, "i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64}
-_TAKEN = ("self", "y", "x", "num_sms", "stream")  # by the other arguments of a call
+_TAKEN = ("self", "y", "x", "num_sms", "stream", "tile", "scalars")  # by arguments of a call, or of compute
 _FUNCTION = re.compile(r"\bvoid\s+compute\s*\(")
 
 
@@ -48,7 +49,7 @@ class Pipeline:
             `__device__ void compute(const cupyep::Tile& tile, const Scalars& scalars)`, see cuda_src/cupyep/tile.cuh.
         out_dtype, out_row_shape: of y; None: as of x.
         scalars: names of numbers given with each call; a mapping names their types too (f32, i32, u32, i64, u64).
-        reference: the same in NumPy, `reference(x, **scalars)`, for NumPy arrays.
+        reference: the same in NumPy, `reference(x, **scalars)`, for NumPy arrays; scalars are np.float32 and so on.
         groups, warps_per_group: who computes: a group works on one tile while the others work on others. groups divides
             stages, so that a slot is always the same group's; None: 2 if stages is even, else 1.
 
@@ -83,15 +84,11 @@ class Pipeline:
         if stages % self.groups:
             raise ValueError(f"groups: expected a divisor of the {stages} stages, got {groups}")
         self.warps_per_group = checks.integer("warps_per_group", warps_per_group, 1, 31 // self.groups)
-        self.scalars = dict(scalars) if isinstance(scalars, Mapping) else dict.fromkeys(scalars, "f32")
-        for name, kind in self.scalars.items():
-            if not str(name).isidentifier() or name in _TAKEN or kind not in _SCALARS:
-                kinds = ", ".join(_SCALARS)
-                raise ValueError(
-                    f"scalars: expected names (not {', '.join(_TAKEN)}) with a type of {kinds}, got {name}: {kind}"
-                )
+        self.scalars = _kinds(scalars)
         if not isinstance(compute, str):
             raise TypeError(f"compute: expected a str of CUDA C++, got {compute!r}")
+        if reference is not None and not callable(reference):
+            raise TypeError(f"reference: expected a function or None, got {reference!r}")
         self.compute, self.reference = compute, reference
         if not _FUNCTION.search(compute) and self.row_shape != self.out_row_shape:
             raise ValueError(f"out_row_shape: expected {self.row_shape} for an expression, got {self.out_row_shape}")
@@ -121,7 +118,8 @@ class Pipeline:
         Args:
             y, x: C-contiguous, `[num_rows, *row_shape]`, NumPy or CUDA, of the pipeline's types (fp8 may be uint8);
                 their bytes are a multiple of 16, and on a GPU their addresses too. They share no memory.
-            num_sms: SMs to use. stream: CuPy stream; None: the current one. scalars: a number for each name.
+            num_sms: SMs to use. stream: CuPy stream; None: the current one. scalars: a number for each name,
+                within its type.
 
         Returns: an event. Raises: TypeError, ValueError; UnsupportedDeviceError before compute capability 9.0, and for
             NumPy arrays without a reference; CompileError.
@@ -129,26 +127,27 @@ class Pipeline:
         """
         launches.check(stream, num_sms)
         x, y = arrays.asarray("x", x), arrays.asarray("y", y)
-        self._check(y, x, scalars)
+        self._check(y, x)
+        values = self._values(scalars)
         if arrays.is_numpy(x):
             if self.reference is None:
                 raise UnsupportedDeviceError(
                     "tma.Pipeline without reference=", "compute capability 9.0", "NumPy arrays"
                 )
-            values = np.asarray(self.reference(x.view(self.dtype), **scalars))
-            if values.shape != y.shape:
-                raise ValueError(f"reference: expected a result of shape {y.shape} as y has, got {values.shape}")
+            result = np.asarray(self.reference(x.view(self.dtype), **values))
+            if result.shape != y.shape:
+                raise ValueError(f"reference: expected a result of shape {y.shape} as y has, got {result.shape}")
             if self.out_dtype in _LARGEST:  # saturates, as tile.cuh does
                 most = _LARGEST[self.out_dtype]
-                values = np.clip(values.astype(np.float32), -most, most)
-            y[...] = values.astype(self.out_dtype).view(y.dtype)
+                result = np.clip(result.astype(np.float32), -most, most)
+            y[...] = result.astype(self.out_dtype).view(y.dtype)
             return launches.done()
         with launches.on(stream):
             target = launches.target("tma.Pipeline")
             target.require_tma("tma.Pipeline")
             arrays.reach(y, x)
             num_sms = launches.num_sms(target, num_sms)
-            return launches.run(self.plan(target, arrays.address(y), arrays.address(x), len(x), num_sms, scalars))
+            return launches.run(self.plan(target, arrays.address(y), arrays.address(x), len(x), num_sms, values))
 
     def plan(self, target: Target, y: int, x: int, num_rows: int, num_sms: int, scalars: Mapping[str, float]) -> Launch:
         """The launch for arrays at the addresses y and x."""
@@ -192,13 +191,13 @@ class Pipeline:
             code = [
                 "__device__ __forceinline__ void compute(const cupyep::Tile& tile, const Scalars& scalars) {",
                 f"  {locals_}",
-                "  cupyep::map_elements(tile, [&](float x) -> float { return",
+                "  cupyep::map_elements(tile, [&](float x) -> float { return (",  # parentheses: one, and not none
                 *code,
-                "; }); }",
+                "); }); }",
             ]
         return "\n".join([*headers, emit(constants, self._structs), *types, *code, ""])
 
-    def _check(self, y: Any, x: Any, scalars: Mapping[str, float]) -> None:
+    def _check(self, y: Any, x: Any) -> None:
         for name, array, dtype, row in (
             ("x", x, self.dtype, self.row_shape),
             ("y", y, self.out_dtype, self.out_row_shape),
@@ -216,14 +215,43 @@ class Pipeline:
             raise TypeError("y: expected NumPy or CUDA as x is, got the other")
         arrays.apart("y", y, "x", x)
         arrays.writable("y", y)
+
+    def _values(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers of a call, as the kernel gets them: the reference is to see the same ones."""
         if scalars.keys() != self.scalars.keys():
             raise TypeError(f"scalars: expected {sorted(self.scalars)}, got {sorted(scalars)}")
+        return {name: _number(name, kind, scalars[name]) for name, kind in self.scalars.items()}
+
+
+def _kinds(scalars: Any) -> dict[str, str]:
+    """Names of scalars and their types, checked."""
+    if isinstance(scalars, str) or not isinstance(scalars, Iterable):
+        raise TypeError(f"scalars: expected names, or names and their types, got {scalars!r}")
+    pairs = list(scalars.items() if isinstance(scalars, Mapping) else ((name, "f32") for name in scalars))
+    for name, kind in pairs:
+        valid = isinstance(name, str) and name.isidentifier() and name.isascii() and name not in _TAKEN
+        if not valid or kind not in tuple(_SCALARS):
+            kinds = ", ".join(_SCALARS)
+            raise ValueError(
+                f"scalars: expected names (not {', '.join(_TAKEN)}) with a type of {kinds}, got {name}: {kind}"
+            )
+    return dict(pairs)
+
+
+def _number(name: str, kind: str, value: Any) -> Any:
+    """A scalar as a number of its type."""
+    number: Any = _SCALARS[kind]
+    if kind != "f32":
+        value = checks.integer(name, value, int(np.iinfo(number).min), int(np.iinfo(number).max))
+    elif not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+    return number(value)
 
 
 def _element(name: str, dtype: Any) -> np.dtype:
     known = ", ".join(str(kind) for kind in _C)
     try:
-        found = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+        found = checks.dtype(name, dtype)
     except TypeError:
         raise TypeError(f"{name}: expected one of {known}, got {dtype!r}") from None
     if found not in _C:

@@ -86,9 +86,12 @@ def _indices(name: str, value: Any, array: Any) -> Any:
     """Checked indices where `array` is, or None."""
     if value is None:
         return None
-    on_host = isinstance(value, (list, tuple, np.ndarray))
-    if isinstance(value, (list, tuple)):
-        value = np.asarray(value, None if value else np.int64)
+    on_host = isinstance(value, (list, tuple, range, np.ndarray))
+    if isinstance(value, (list, tuple, range)):
+        try:
+            value = np.asarray(value, None if value else np.int64)
+        except (TypeError, ValueError) as error:  # rows of different lengths, a list of arrays on a GPU
+            raise TypeError(f"{name}: expected one dimension of int32 or int64, got {value!r}: {error}") from error
     index = arrays.asarray(name, value)
     if index.ndim != 1 or index.dtype not in (np.int32, np.int64):
         raise TypeError(f"{name}: expected one dimension of int32 or int64, got {index.ndim} of {index.dtype}")

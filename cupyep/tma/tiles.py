@@ -184,8 +184,9 @@ def from_zero(
 def gather(tensor_map: TensorMap, coordinates: Sequence[int]) -> np.ndarray:
     """A tile by NumPy."""
     inside, where = _overlap(tensor_map, coordinates)
-    fill = 0 if tensor_map.oob_fill == "zeros" else np.nan
-    tile = np.full(tensor_map.tile_shape, fill, tensor_map.dtype)
+    tile = np.zeros(tensor_map.tile_shape, tensor_map.dtype)
+    if tensor_map.oob_fill == "nan":
+        tile[...] = np.nan
     tile[inside] = tensor_map.array[where]
     return tile
 

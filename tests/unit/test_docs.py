@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from compile_helpers import needs_nvrtc, sass
 
 import cupyep
-from cupyep import tma
+from cupyep import model, tma
 from cupyep.backends.cuda import jit
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -34,6 +36,18 @@ def test_code_runs(page, count):
     for source in sources:
         if "import cupy\n" not in source or has_tma():
             exec(source, space)
+
+
+@pytest.mark.parametrize(("page", "module", "count"), [("tma.md", tma, 5), ("overlap.md", model, 5)])
+def test_calls_of_the_tables_are_possible(page, module, count):
+    cells = re.findall(
+        r"^\| `(\w+\([^`.]+\))` \|", (DOCS / page).read_text().replace(", ...)", ")"), flags=re.MULTILINE
+    )
+    assert len(cells) == count
+    for cell in cells:
+        call = ast.parse(cell, mode="eval").body
+        signature = inspect.signature(getattr(module, call.func.id))
+        signature.bind_partial(*call.args, **{keyword.arg: keyword.value for keyword in call.keywords})
 
 
 @needs_nvrtc

@@ -28,8 +28,8 @@ LAYERS = (
     {"group", "threads", "quantize"},
     {"dispatch", "combine", "low_latency"},
     {"buffer"},
-    {""},
     {"tma"},
+    {""},
     {"doctor"},
     {"bench"},
     {"__main__"},
@@ -152,6 +152,10 @@ def test_import_brings_neither_cupy_nor_mpi4py():
     skip = {"CUPYEP_SKIP_IMPORT_COMPILE": "1"} if HAS_GPU else {}
     code = "import sys, cupyep; print([name for name in ('cupy', 'mpi4py', 'pynvml', 'torch') if name in sys.modules])"
     assert python(code, **skip) == "[]"
+
+
+def test_import_brings_what_the_readme_names():
+    assert python("import cupyep; print(cupyep.tma.copy.__name__, cupyep.model.num_sms(14336, 8) > 0)") == "copy True"
 
 
 def test_works_where_cupy_and_mpi4py_are_missing():

@@ -54,6 +54,10 @@ def test_one_stage_is_serial(t_load, t_compute, num_tiles):
     assert model.pipeline_time(t_load, t_compute, num_tiles, 1) == pytest.approx(serial, abs=1e-9)
 
 
+def test_slots_beyond_the_tiles_take_no_memory():
+    assert model.pipeline_time(3, 5, 4, 10**12) == 23
+
+
 @given(times, times, counts, stages, st.floats(0, 1))
 def test_as_by_events(t_load, t_compute, num_tiles, num_stages, share):
     arguments = (t_load, t_compute, num_tiles, num_stages)
@@ -93,6 +97,7 @@ def test_littles_law():
     ("arguments", "options", "message"),
     [
         ((-1, 1, 1), {}, "t_load: expected at least 0, got -1"),
+        ((1, float("inf"), 1), {}, "t_compute: expected a finite number, got inf"),
         ((1, float("nan"), 1), {}, "t_compute: expected at least 0, got nan"),
         ((1, 1, -1), {}, "num_tiles: expected at least 0, got -1"),
         ((1, 1, 2.5), {}, r"num_tiles: expected an int, got 2\.5"),
@@ -118,12 +123,20 @@ def test_bad_arguments(arguments, options, message):
         (lambda: model.bytes_in_flight(-1, 1), "gbps: expected at least 0, got -1"),
         (lambda: model.compare(lambda stages, work: 1.0, 0, 1), "num_tiles: expected at least 1, got 0"),
         (lambda: model.compare(lambda stages, work: 1.0, 1, 1, [0]), "stages: expected at least 1, got 0"),
+        (lambda: model.stages_needed(float("inf"), 1), "t_load: expected a finite number, got inf"),
+        (lambda: model.compare(lambda stages, work: 1.0, 1, -1), "work: expected at least 0, got -1"),
+        (lambda: model.compare(lambda stages, work: 1.0, 1, 1, 3), "stages: expected a sequence of ints, got 3"),
+        (lambda: model.compare(lambda stages, work: 0.0, 1, 1), r"run\(1, 0\): expected more than 0, got 0"),
+        (lambda: model.compare(lambda stages, work: None, 1, 1), r"run\(1, 0\): expected a number, got None"),
+        (lambda: model.ThreadPipeline()(0, 1), "stages: expected at least 1, got 0"),  # would wait for ever
+        (lambda: model.ThreadPipeline()(1, -1), r"work: expected 0\.\.4294967295, got -1"),
+        (lambda: model.ThreadPipeline(load_s=1e300), "load_s: expected at most 1,000,000 seconds, got 1e"),
         (lambda: model.ThreadPipeline(-1), "num_tiles: expected at least 1, got -1"),
         (lambda: model.ThreadPipeline(load_s=-1), "load_s: expected at least 0, got -1"),
     ],
 )
 def test_more_bad_arguments(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()
 
 

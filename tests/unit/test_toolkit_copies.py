@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +38,13 @@ def test_copy(shape, dtype):
 
 def test_copy_rows():
     src = random((9, 4))
-    for to, of in (([1, 0, 4], [8, 8, 2]), (None, [3, 1]), (np.array([4, 2], np.int32), None), (None, None)):
+    for to, of in (
+        ([1, 0, 4], [8, 8, 2]),
+        (None, [3, 1]),
+        (None, range(4, 8)),
+        (np.array([4, 2], np.int32), None),
+        (None, None),
+    ):
         dst = np.full((5, 4), 1000, np.float32)
         expected = dst.copy()
         num_rows = len(to if to is not None else of if of is not None else dst)
@@ -72,6 +79,22 @@ def test_reduce_add_makes_inf_and_nan_silently():
     dst = np.array([np.inf, 3e38], np.float32)
     tma.reduce_add(dst, np.array([-np.inf, 3e38], np.float32))
     assert np.isnan(dst[0]) and dst[1] == np.inf
+
+
+def test_reduce_add_by_threads_at_once_loses_nothing():
+    dst, one, together = np.zeros(1 << 18, np.float32), np.ones(1 << 18, np.float32), threading.Barrier(4)
+
+    def add():
+        together.wait()
+        for _ in range(20):
+            tma.reduce_add(dst, one)
+
+    adders = [threading.Thread(target=add) for _ in range(4)]
+    for adder in adders:
+        adder.start()
+    for adder in adders:
+        adder.join()
+    assert np.array_equal(dst, np.full_like(dst, 80))
 
 
 def test_arrays_may_lie_between_each_other():
@@ -125,6 +148,16 @@ FIXED.flags.writeable = False
         (lambda: tma.copy_rows(X.copy(), np.array([0.5]), X, [0]), TypeError, "dst_rows: expected one dimension of i"),
         (lambda: tma.copy_rows(X.copy(), [1.7, 0.2], X, [0, 1]), TypeError, "dst_rows: expected .* got 1 of float64"),
         (lambda: tma.copy_rows(X.copy(), [0], X, [True]), TypeError, "src_rows: expected .* got 1 of bool"),
+        (
+            lambda: tma.copy_rows(X.copy(), [[1], [2, 3]], X, [0]),
+            TypeError,
+            r"dst_rows: expected .* got \[\[1\], \[2, 3\]\]",
+        ),
+        (
+            lambda: tma.copy_rows(X.copy(), None, X, None, stream=SimpleNamespace(ptr=0)),
+            TypeError,
+            "stream: expected a CuPy stream or None, got namespace",
+        ),
         (lambda: tma.copy_rows(X.copy(), ["1"], X, [0]), TypeError, "dst_rows: expected .* got 1 of <U1"),
         (lambda: tma.copy(FIXED, X), ValueError, "dst: expected an array that can be written, got a read-only one"),
         (lambda: tma.reduce_add(FIXED, X), ValueError, "dst: expected an array that can be written"),
@@ -151,14 +184,17 @@ from cupyep import model, tma
 dst, src = np.zeros((4, 8), np.float32), np.ones((4, 8), np.float32)
 tma.copy(dst, src); tma.reduce_add(dst, src); tma.copy_rows(dst, [0], src, [1])
 print(tma.load_tile(tma.TensorMap(dst, (2, 8)), (0, 4))[:, 2:6].tolist())
-try: tma.Overlap()
-except tma.launch.UnsupportedDeviceError as error: print(error)
+class Cuda: __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (1 << 40, False), "version": 3}
+for call in (tma.Overlap, lambda: tma.copy(Cuda(), Cuda()), lambda: tma.TensorMap(Cuda(), (4,))):
+    try: call()
+    except tma.launch.UnsupportedDeviceError as error: print(error)
 """
     skip = os.environ | {"CUPYEP_SKIP_IMPORT_COMPILE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=skip, capture_output=True, text=True, timeout=100)
-    tile, error = done.stdout.splitlines()
+    tile, *errors = done.stdout.splitlines()
     assert tile == "[[1.0, 1.0, 0.0, 0.0], [2.0, 2.0, 0.0, 0.0]]", done.stderr
-    assert error.startswith("tma.Overlap: needs compute capability 9.0, found no CuPy")
+    for error, what in zip(errors, ("tma.Overlap", "dst: a CUDA array", "array: a CUDA array"), strict=True):
+        assert error.startswith(f"{what}: needs compute capability 9.0, found no CuPy")
 
 
 def test_num_sms_is_checked():
@@ -173,6 +209,10 @@ def test_gpu_arrays_need_a_gpu():
         launch.target()
     with pytest.raises(UnsupportedDeviceError, match=r"TensorMap: needs compute capability 9\.0, found 8\.0"):
         AMPERE.require_tma("TensorMap")
+    cuda = SimpleNamespace(__cuda_array_interface__={"shape": (4,), "typestr": "<f4", "data": (1 << 40, False)})
+    for call in (lambda: tma.reduce_add(cuda, cuda), lambda: tma.copy_rows(X.copy(), cuda, X, None)):
+        with pytest.raises(UnsupportedDeviceError, match=r"dst(_rows)?: a CUDA array: needs .*, found no"):
+            call()
 
 
 addresses = st.integers(0, 4096).map(lambda offset: (1 << 30) + offset)

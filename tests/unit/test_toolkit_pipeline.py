@@ -25,6 +25,10 @@ def line(**options):
     return tma.Pipeline(2, (64,), "float32", "a * x + b", scalars=("a", "b"), **options)
 
 
+def counting():
+    return tma.Pipeline(2, (64,), "float32", "x * n", scalars={"n": "u32"}, reference=lambda x, n: x * n)
+
+
 def test_numpy_by_the_reference():
     pipeline = line(reference=lambda x, a, b: a * x + b, out_dtype="bfloat16")
     x = np.arange(200, dtype=np.float32)
@@ -54,6 +58,16 @@ def test_numpy_fp8_given_as_bytes_and_made_saturating(kind):
     assert np.array_equal(y.astype(np.float32), np.tile(expected, 2).astype(np.float32), equal_nan=True)
 
 
+def test_the_reference_gets_the_numbers_that_a_kernel_gets():
+    got = []
+    kinds = {"a": "f32", "b": "i32", "c": "u64"}
+    counts = tma.Pipeline(
+        2, (64,), "float32", "x", scalars=kinds, reference=lambda x, a, b, c: got.extend([a, b, c]) or x
+    )
+    counts(Y, X, a=np.float64(0.1), b=np.int64(-1), c=2**64 - 1)
+    assert got == [np.float32(0.1), -1, 2**64 - 1] and [type(n) for n in got] == [np.float32, np.int32, np.uint64]
+
+
 X, Y = np.zeros(64, np.float32), np.zeros(64, np.float32)
 FIXED = np.zeros(64, np.float32)
 FIXED.flags.writeable = False
@@ -73,6 +87,8 @@ CODE = "void compute("
         ),
         (lambda: tma.Pipeline(2, (64,), "float64", "x"), TypeError, "dtype: expected one of float32, .*, got float64"),
         (lambda: tma.Pipeline(2, (64,), "f33", "x"), TypeError, "dtype: expected one of float32, .*, got 'f33'"),
+        (lambda: tma.Pipeline(2, (64,), "f4,,", "x"), TypeError, "dtype: expected one of float32, .*, got 'f4,,'"),
+        (lambda: tma.Pipeline(2, (64,), None, "x"), TypeError, "dtype: expected one of float32, .*, got None"),
         (lambda: tma.Pipeline(2, 16, "float32", "x"), TypeError, "tile_shape: expected a sequence of ints, got 16"),
         (
             lambda: tma.Pipeline(2, (64,), "float32", None),
@@ -91,8 +107,29 @@ CODE = "void compute("
         (lambda: tma.Pipeline(2, (64,), "float32", "x", scalars={"a": "f64"}), ValueError, "scalars: expected names"),
         *(
             (lambda name=name: tma.Pipeline(2, (64,), "float32", "x", scalars=(name,)), ValueError, f"got {name}: f32")
-            for name in ("y", "self", "stream", "num_sms", 3)
+            for name in ("y", "self", "stream", "num_sms", "tile", "scalars", "\u00e9", 3)
         ),
+        *(
+            (
+                lambda scalars=scalars: tma.Pipeline(2, (64,), "float32", "x", scalars=scalars),
+                TypeError,
+                f"scalars: expected names, or names and their types, got {scalars!r}",
+            )
+            for scalars in ("alpha", 3, None)
+        ),
+        *(
+            (
+                lambda scalars=scalars: tma.Pipeline(2, (64,), "float32", "x", scalars=scalars),
+                ValueError,
+                "scalars: expected names .*, got .*\\[\\]",
+            )
+            for scalars in (([],), {"a": []})
+        ),
+        (lambda: line(reference=3), TypeError, "reference: expected a function or None, got 3"),
+        (lambda: line()(Y, X, a="1", b=2), TypeError, "a: expected a number, got '1'"),
+        (lambda: line()(Y, X, a=1, b=X), TypeError, "b: expected a number, got array"),
+        (lambda: counting()(Y, X, n=-1), ValueError, r"n: expected 0\.\.4294967295, got -1"),
+        (lambda: counting()(Y, X, n=2.7), TypeError, r"n: expected an int, got 2\.7"),
         (lambda: line()(Y, X, a=1, b=2, num_sms=0), ValueError, "num_sms: expected at least 1, got 0"),
         (lambda: line()(Y, X, a=1, b=2, stream="x"), TypeError, "stream: expected a CuPy stream or None, got 'x'"),
         (lambda: line()(FIXED, X, a=1, b=2), ValueError, "y: expected an array that can be written"),
@@ -182,6 +219,14 @@ def test_worked_kernels_compile(path):
 def test_an_error_in_the_users_code_names_its_line():
     wrong = tma.Pipeline(2, (64,), "float32", "x +\n y")
     with pytest.raises(CompileError, match=r'compute\(2\): error: identifier "y" is undefined'):
+        jit.build(wrong.plan(HOPPER, 0, 0, 64, 1, {}).request)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("code", ["", "// x", "x; return 1"])
+def test_an_expression_is_one_and_not_none(code):
+    wrong = tma.Pipeline(2, (64,), "float32", code)
+    with pytest.raises(CompileError, match=r"compute\([12]\): error: expected an? "):
         jit.build(wrong.plan(HOPPER, 0, 0, 64, 1, {}).request)
 
 

@@ -126,6 +126,13 @@ def test_a_store_without_what_lies_before_the_array(corner):
     assert np.array_equal(array, expected) and array.any()
 
 
+@pytest.mark.parametrize("dtype", ["V4", "S4", "M8[s]", [("a", "f4"), ("b", "i4")]])
+def test_the_fill_is_zero_bytes_whatever_the_type(dtype):
+    array = aligned(64, np.uint8).view(dtype)
+    tile = tma.load_tile(tma.TensorMap(array, (array.size,)), (array.size,))
+    assert tile.tobytes() == bytes(64)
+
+
 def test_nan_fill_and_element_strides():
     array = aligned((6, 8))
     array[...] = 1
