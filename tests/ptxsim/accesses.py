@@ -31,13 +31,15 @@ def _compile(program: Program, instruction: Instruction) -> Compiled:
         return Compiled(kinds[name], lambda cta, mask: register, instruction, visible=name in ("ret", "exit"))
     if name == "bar" and op[1] != "warp":
         return meetings.barrier(use, op, operands, instruction)
+    if op[:3] in (["cp", "async", "wait_group"], ["cp", "async", "wait_all"]):
+        return meetings.lane_wait(op, operands, instruction)
     if name in ("bar", "vote", "shfl", "elect", "match"):
         makers = {"bar": meetings.warp_barrier, "vote": meetings.vote, "shfl": meetings.shuffle,
                   "match": meetings.match, "elect": meetings.elect}
         member = use.get(operands[-1], "b32")
         return Compiled("warp", makers[name](use, op, operands), instruction, True, member)
     makers = {"ld": _load, "st": _store, "atom": _atomic, "red": _atomic, "fence": _fence, "membar": _fence,
-              "mbarrier": meetings.mbarrier, "cp": meetings.bulk}
+              "mbarrier": meetings.mbarrier, "cp": meetings.copy}
     if name in makers:
         poll = (name == "ld" and any(order in op for order in ORDERS)) or op[:2] in (
             ["mbarrier", "try_wait"], ["mbarrier", "test_wait"])

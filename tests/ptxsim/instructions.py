@@ -37,7 +37,8 @@ Get = Callable[[Cta], Any]
 
 @dataclass
 class Compiled:
-    """kind: plain, branch, call, return, exit, warp (waits for its warp's lanes), barrier (for the CTA's).
+    """kind: plain, branch, call, return, exit, warp (waits for its warp's lanes), barrier (for the CTA's), wait (for
+    each lane's copies; `run` moves those on that need not wait, and tells whether there are others).
 
     A warp instruction's `meeting` gives its member mask, a barrier's its id and, 8 bits up, the number of threads.
     """

@@ -1,4 +1,4 @@
-"""Instructions by which lanes and warps meet: votes, shuffles, barriers, mbarriers, and bulk copies."""
+"""Instructions by which lanes and warps meet: votes, shuffles, barriers, mbarriers, and asynchronous copies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ptxsim.state import Cta
 
 
 def warp_barrier(use: Operands, op: list[str], operands: list[Any]) -> Run:
-    return lambda cta, mask: None
+    return lambda cta, mask: cta.hand_over(mask)
 
 
 def vote(use: Operands, op: list[str], operands: list[Any]) -> Run:
@@ -128,6 +128,8 @@ def mbarrier(use: Operands, op: list[str], operands: list[Any]) -> Run:
         places, numbers = address(cta, mask).tolist(), lanes_of(cta, get(cta), mask).tolist()
         lanes = np.flatnonzero(mask).tolist()
         if put is None:
+            if kind == "arrive":
+                cta.hand_over(mask)
             for lane, place, number in zip(lanes, places, numbers, strict=True):
                 one(cta, lane, place, number)
             return
@@ -141,6 +143,34 @@ def mbarrier(use: Operands, op: list[str], operands: list[Any]) -> Run:
         put(cta, mask, complete)
         cta.progress[complete & mask] = True
         cta.poll(mask & ~complete, np.zeros(int((mask & ~complete).sum()), np.uint64))
+
+    return run
+
+
+def copy(use: Operands, op: list[str], operands: list[Any]) -> Run:
+    """cp.async and cp.reduce.async: those of the async proxy say "bulk"."""
+    return bulk(use, op, operands) if "bulk" in op else lane_copy(use, op, operands)
+
+
+def lane_wait(op: list[str], operands: list[Any], instruction: Instruction) -> Compiled:
+    """cp.async.wait_group and wait_all, which comprises the group that is not committed."""
+    newest = int(operands[0], 0) if op[2] == "wait_group" else -1
+    return Compiled("wait", lambda cta, mask: cta.wait(mask, newest), instruction)
+
+
+def lane_copy(use: Operands, op: list[str], operands: list[Any]) -> Run:
+    if op[2] == "commit_group":
+        return lambda cta, mask: cta.copies.commit(mask)
+    if op[2] not in ("ca", "cg") or op[3].split("::")[0] != "shared" or op[4:] != ["global"] or len(operands) != 3:
+        raise NotImplementedError(f"{'.'.join(op)} of {len(operands)} operands")
+    shared, source, size = address_of(use, operands[0]), address_of(use, operands[1]), int(operands[2], 0)
+    if size not in ((4, 8, 16) if op[2] == "ca" else (16,)):
+        raise ValueError(f"{'.'.join(op)}: no copy of {size} bytes")
+
+    def run(cta: Cta, mask: np.ndarray) -> None:
+        to = cta.shared_index(shared(cta, mask), 1, size)
+        at = cta.space.index(source(cta, mask), 1, size)
+        cta.copies.issue(mask, to, at)
 
     return run
 

@@ -16,7 +16,7 @@ from ptxsim.accesses import compile_program
 from ptxsim.async_copies import BulkLoad, BulkStore
 from ptxsim.memory import Fault, Space
 from ptxsim.parser import Program
-from ptxsim.state import CTA, FREE, WARP, Cta, Grid
+from ptxsim.state import FREE, WARP, Cta, Grid
 
 MAX_IDLE = 2000  # rounds in which nothing but the clock moves
 MAX_STEPS = 300_000  # instructions of warps: a hundred times what a tiny job needs
@@ -197,10 +197,10 @@ class Scheduler:
             cta.leave(active)
             self.finish(cta)
             return True
+        elif compiled.kind == "wait":
+            return compiled.run(cta, active) or active is not mask
         elif compiled.kind == "barrier":
-            cta.blocked[active] = CTA
-            cta.barrier_id[active] = np.broadcast_to(compiled.meeting(cta), active.shape)[active]
-            cta.meet()
+            cta.arrive(active, compiled.meeting(cta))
             return True
         else:
             return self.meet_warp(cta, compiled, active, pc) or active is not mask

@@ -54,14 +54,15 @@ def _program(kernel: str, name: str, arch: str, prelude: str, patch: Patch) -> P
     return _compiled(source, name, texts, arch, kernel)
 
 
-def text(file: Path, kernel: str, replacements: tuple[tuple[str, str], ...]) -> Program:
+@functools.lru_cache(maxsize=256)
+def text(file: Path, kernel: str, replacements: tuple[tuple[str, str], ...], arch: str = "sm_90") -> Program:
     """A kernel of a file that is no part of cuda_src but includes it."""
     source = file.read_text()
     for old, new in replacements:
         if source.count(old) != 1:
             raise PatchError(f"{file.name}: expected the text once, found it {source.count(old)} times: {old}")
         source = source.replace(old, new)
-    return _compiled(source, file.name, sources(), "sm_90", kernel)
+    return _compiled(source, file.name, sources(), arch, kernel)
 
 
 def _compiled(source: str, name: str, texts: dict[str, str], arch: str, kernel: str) -> Program:

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from ptxsim import async_copies
+from ptxsim.cp_async import LaneCopies
 from ptxsim.memory import POISON, Fault, Space, View
 from ptxsim.parser import Program
 
-FREE, WARP, CTA = 0, 1, 2  # what a lane is blocked at
+FREE, WARP, CTA, COPY = 0, 1, 2, 3  # what a lane is blocked at
 
 
 @dataclass(eq=False)
@@ -67,12 +68,15 @@ class Cta:
         self.proxy = self.view.bytes.copy()  # global memory as bulk loads may still see it
         self.known = np.zeros((self.num_warps, self.num_warps), np.int64)  # [warp, other]: ticks it is ordered after
         self.mbarriers: dict[int, async_copies.Mbarrier] = {}
-        self.inflight: list[Any] = []  # bulk copies
+        self.inflight: list[Any] = []  # asynchronous copies
         self._groups: dict[int, async_copies.Groups] = {}
         # Shared memory that a lane has read or written by itself since its last proxy fence.
-        self.uses_bulk = any(instruction.opcode[0] == "cp" for instruction in grid.program.code)
+        self.uses_bulk = any("bulk" in instruction.opcode for instruction in grid.program.code)
         self.unfenced_reads = np.zeros((self.num_lanes, len(self.shared) if self.uses_bulk else 0), bool)
         self.unfenced_writes = self.unfenced_reads.copy()
+        uses_copies = any(instruction.opcode[:2] == ["cp", "async"] and "bulk" not in instruction.opcode
+                          for instruction in grid.program.code)
+        self.copies = LaneCopies(self) if uses_copies else None
 
     # --- order between warps ------------------------------------------------------------------------------------------
 
@@ -83,7 +87,13 @@ class Cta:
     def warps(self, mask: np.ndarray) -> list[int]:
         return np.flatnonzero(mask.reshape(-1, 32).any(1)).tolist()
 
+    def hand_over(self, mask: np.ndarray) -> None:
+        """These lanes meet others at a barrier, or release."""
+        if self.copies:
+            self.copies.hand_over(mask)
+
     def release(self, mask: np.ndarray, scope: str) -> None:
+        self.hand_over(mask)
         if scope != "cta":
             self.view.release(self.known[self.warps(mask)].max(0), scope)
 
@@ -102,19 +112,24 @@ class Cta:
         return index[:, None] + np.arange(count) if count > 1 else index
 
     def note_access(self, mask: np.ndarray, index: np.ndarray, width: int, write: bool) -> None:
-        """Remembers generic accesses for the rules of the async proxy."""
-        if self.uses_bulk:
+        """Holds generic accesses against unfinished copies, and remembers them for the rules of the async proxy."""
+        if self.uses_bulk or self.copies:
             lanes = np.flatnonzero(mask)
-            table = self.unfenced_writes if write else self.unfenced_reads
             first = index.reshape(len(lanes), -1)[:, 0] * width
-            span = width * (index.size // len(lanes))
-            table[lanes[:, None], first[:, None] + np.arange(span)] = True
+            touched = first[:, None] + np.arange(width * (index.size // len(lanes)))
+            if self.copies:
+                self.copies.access(lanes, touched, write)
+            if self.uses_bulk:
+                table = self.unfenced_writes if write else self.unfenced_reads
+                table[lanes[:, None], touched] = True
 
     def proxy_fence(self, mask: np.ndarray) -> None:
         """fence.proxy.async, for what these lanes have accessed."""
         self.unfenced_reads[mask] = self.unfenced_writes[mask] = False
 
     def check_fenced(self, start: int, size: int, message: str, only_writes: bool = False) -> None:
+        if self.copies:
+            self.copies.check_finished(slice(start, start + size))
         tables = (self.unfenced_writes,) if only_writes else (self.unfenced_writes, self.unfenced_reads)
         for table in tables:
             guilty = np.flatnonzero(table[:, start : start + size].any(1))
@@ -153,11 +168,31 @@ class Cta:
         for lane in np.flatnonzero(mask):
             if int(lane) in self._groups and self._groups[int(lane)].unread():
                 raise Fault("exit with bulk stores that have not read their shared memory")
+        if self.copies:
+            self.copies.leave(mask)
         self.live &= ~mask
         self.blocked[self.blocked == WARP] = FREE  # look again: fewer have to come
         if not self.live.any() and any(isinstance(copy, async_copies.BulkLoad) for copy in self.inflight):
             raise Fault("exit with bulk loads under way to shared memory")
         self.meet()
+
+    def arrive(self, mask: np.ndarray, identity: Any) -> None:
+        """At a CTA barrier."""
+        self.blocked[mask] = CTA
+        self.barrier_id[mask] = np.broadcast_to(identity, mask.shape)[mask]
+        self.meet()
+
+    def wait(self, mask: np.ndarray, newest: int) -> bool:
+        """At a wait for each lane's own copies. True: somebody has to wait."""
+        done = self.copies.wait(mask, newest)
+        self.blocked[mask & ~done] = COPY
+        self.pc[done] += 1
+        return bool((done != mask).any())
+
+    def landed(self, lanes: np.ndarray) -> None:
+        """A copy of each of these lanes, for which it may be waiting."""
+        self.blocked[lanes[self.blocked[lanes] == COPY]] = FREE
+        self.clock.events += 1
 
     def meet(self) -> None:
         """Opens the CTA barriers at which everybody has arrived who is expected."""
@@ -172,6 +207,7 @@ class Cta:
                 if (self.pc[lanes] != self.pc[lanes[0]]).any():
                     raise Fault(f"lanes of warp {warp} meet at different barriers of the program")
             self.known[warps] = self.known[warps].max(0)
+            self.hand_over(here)
             for pc in np.unique(self.pc[here]):
                 self.grid.code[pc].run(self, here & (self.pc == pc), here)
             self.blocked[here], self.progress[here] = FREE, True
