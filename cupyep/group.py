@@ -225,6 +225,7 @@ class Group:
 
     def __del__(self) -> None:
         if self._backend is not None:  # a collective close is out of the question here
+            self._backend.dropped()
             warnings.warn(f"Buffer of rank {self.rank} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:

@@ -182,17 +182,23 @@ __device__ __forceinline__ bool is_first(u32 value, bool valid) {
 __device__ __forceinline__ u32 warp_index() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
 __device__ __forceinline__ u32 num_warps() { return blockDim.x / 32 * gridDim.x; }
 
-// Whole warps: load(i, &item), then use(item), for i, i + step, ... below `end`; the next item is on its way while one is
-// used. Two items take turns, as a copy of one would wait for its loads.
+// Whole warps: load(i, &item), then use(item), for this CTA's share of all i below `end`. Warps draw them, as some take
+// longer than others; CTAs take turns, so that few items spread over many SMs, and rows over all CTAs. The next item is
+// on its way while one is used. `drawn`: in shared memory, 0 at first.
 template <class Item, class Load, class Use>
-__device__ __forceinline__ void for_items(u32 i, u32 end, u32 step, Load load, Use use) {
-  Item even, odd;
-  if (i < end) load(i, even);
-  for (; i < end; i += 2 * step) {
-    if (i + step < end) load(i + step, odd);
-    use(even);
-    if (i + 2 * step < end) load(i + 2 * step, even);
-    if (i + step < end) use(odd);
+__device__ __forceinline__ void for_items(u32* drawn, u32 end, Load load, Use use) {
+  const auto draw = [&] {
+    const u32 turn = threadIdx.x % 32 == 0 ? atomicAdd(drawn, 1u) : 0;
+    return __shfl_sync(kAll, turn, 0) * gridDim.x + blockIdx.x;
+  };
+  Item next;
+  u32 i = draw();
+  if (i < end) load(i, next);
+  while (i < end) {
+    const Item item = next;  // here its loads are waited for
+    i = draw();
+    if (i < end) load(i, next);
+    use(item);
   }
 }
 
@@ -210,22 +216,24 @@ struct Range {
 // A warp's share of a row: kBatch vectors per lane. `part` numbers the shares.
 constexpr u32 kBatch = cfg::kVecsPerLane;
 
-template <int kBytes, u32 kRowBytes>
-__device__ __forceinline__ void load_part(VecOf<kBytes>* batch, const u8* row, u32 part) {
+// act(j, index in the row) for each of this lane's vectors.
+template <int kBytes, u32 kRowBytes, class Act>
+__device__ __forceinline__ void each_vector(u32 part, Act act) {
 #pragma unroll
   for (u32 j = 0; j < kBatch; ++j) {
     const u32 at = (part * kBatch + j) * 32 + threadIdx.x % 32;
-    if (at < kRowBytes / kBytes) batch[j] = reinterpret_cast<const VecOf<kBytes>*>(row)[at];
+    if (at < kRowBytes / kBytes) act(j, at);
   }
 }
 
 template <int kBytes, u32 kRowBytes>
+__device__ __forceinline__ void load_part(VecOf<kBytes>* batch, const u8* row, u32 part) {
+  each_vector<kBytes, kRowBytes>(part, [&](u32 j, u32 at) { batch[j] = reinterpret_cast<const VecOf<kBytes>*>(row)[at]; });
+}
+
+template <int kBytes, u32 kRowBytes>
 __device__ __forceinline__ void store_part(const VecOf<kBytes>* batch, u8* row, u32 part) {
-#pragma unroll
-  for (u32 j = 0; j < kBatch; ++j) {
-    const u32 at = (part * kBatch + j) * 32 + threadIdx.x % 32;
-    if (at < kRowBytes / kBytes) reinterpret_cast<VecOf<kBytes>*>(row)[at] = batch[j];
-  }
+  each_vector<kBytes, kRowBytes>(part, [&](u32 j, u32 at) { reinterpret_cast<VecOf<kBytes>*>(row)[at] = batch[j]; });
 }
 
 }  // namespace cupyep

@@ -1,6 +1,6 @@
 #pragma once
 // What travels beside PUSH's rows: local expert ids, weights and scales, each in an array of its own at the destination.
-// One warp of every CTA stores them, while the others move rows. Tokens that go to one rank lie there in their order,
+// kSideWarps warps of every CTA store them, while the others move rows. Tokens that go to one rank lie there in their order,
 // so what the lanes store at once lies together. Plain stores: done tells of them (H8).
 #include <cupyep/sync.cuh>
 #include <cupyep/vec.cuh>
@@ -22,14 +22,15 @@ struct Destinations {
 
 constexpr u32 kSideBatch = cfg::kMover == cfg::kMoverTma ? 8 : 4;  // tokens that a lane has under way
 
-// All of our CTA's tokens, `per_turn` side by side: this lane takes number `mine` of each turn (per_turn: none). Calls
+// All of our warp's tokens, `per_turn` side by side: this lane takes number `mine` of each turn (per_turn: none). Calls
 // load(j, token) for kSideBatch tokens, then store(j, rank, row) for every rank that gets one of them. Past the end the
 // last token is loaded again: loads under a condition would wait for each other.
 template <typename Load, typename Store>
 __device__ __forceinline__ void for_each_side_row(const PushParams& p, const Destinations& to, u32 per_turn, u32 mine,
                                                   Load load, Store store) {
   if (mine >= per_turn) return;
-  for (u32 turn = blockIdx.x * per_turn * kSideBatch; turn < p.num_tokens; turn += gridDim.x * per_turn * kSideBatch) {
+  const u32 warp = (threadIdx.x / 32 - cfg::kWarps) * gridDim.x + blockIdx.x, size = per_turn * kSideBatch;
+  for (u32 turn = warp * size; turn < p.num_tokens; turn += cfg::kSideWarps * gridDim.x * size) {
     if (aborted(p.sync)) return;
     u32 tokens[kSideBatch];
 #pragma unroll

@@ -10,7 +10,7 @@
 //   moves a row once from memory per expert, once over the link per rank, once out of the region
 //
 // One launch does both halves, or two launches one each.
-#include <cupyep/low_latency.cuh>
+#include <cupyep/share_ring.cuh>
 
 using namespace cupyep;
 using Params = LowLatencyCombineParams;
@@ -18,32 +18,58 @@ using Params = LowLatencyCombineParams;
 constexpr int kPerVec = kElements<cfg::kDType, cfg::kVecBytes>;
 constexpr u32 kOperation = cfg::kOperationLowLatencyCombine;
 
-// All lanes: add(b, batch) for each bit b of `bits`, lowest first, with this lane's share of the row at row(b). The next
-// row is on its way while one is added.
-template <class Row, class Add>
-__device__ __forceinline__ void add_rows(u32 bits, u32 part, Row row, Add add) {
-  const auto load = [&](Vec* batch) {  // of the lowest bit, if there is one; returns its number
-    const u32 bit = __ffs(bits) - 1;
-    if (bits != 0) load_part<cfg::kVecBytes, cfg::kRowBytes>(batch, row(bit), part);
-    bits &= bits - 1;
-    return bit;
-  };
-  Vec even[kBatch] = {}, odd[kBatch] = {};
-  for (u32 first = load(even); first != kNone;) {
-    const u32 second = load(odd);
-    add(first, even);
-    if (second == kNone) break;
-    first = load(even);
-    add(second, odd);
-  }
-}
+// What a row on its way is for: its factor, and where the sum of this row and those before goes, or nullptr if another
+// row of the same sum follows.
+struct Term {
+  u8* sum;
+  float weight;
+};
 
-__device__ __forceinline__ void store_sums(const float (&sums)[kBatch][kPerVec], u8* row, u32 part) {
-  Vec batch[kBatch];
+// A warp's sums, one after the other, whose rows come through a ring: weight * row in fp32 in the order of add.
+template <bool kWeighted>
+class Sums {
+ public:
+  __device__ __forceinline__ explicit Sums(u8* smem) : ring_(smem) {}
+
+  // All lanes: part `part` of `row` is one more term, and the last one if `sum` tells where to.
+  __device__ __forceinline__ void add(const u8* row, u32 part, float weight, u8* sum) {
+    const auto note = [&](Term& term) {
+      if (threadIdx.x % 32 == 0) term = {sum, weight};
+    };
+    ring_.push(row, part, note, [&](const Term& term, u32 of, const Vec* batch) { use(term, of, batch); });
+  }
+
+  // All lanes: a sum of nothing.
+  __device__ __forceinline__ static void add_none(u32 part, u8* sum) {
+    const Vec zeros[kBatch] = {};
+    store_part<cfg::kVecBytes, cfg::kRowBytes>(zeros, sum, part);
+  }
+
+  __device__ __forceinline__ void drain() {
+    ring_.drain([&](const Term& term, u32 of, const Vec* batch) { use(term, of, batch); });
+  }
+
+ private:
+  __device__ __forceinline__ void use(const Term& term, u32 part, const Vec* batch) {
 #pragma unroll
-  for (u32 j = 0; j < kBatch; ++j) batch[j] = rounded<cfg::kDType, cfg::kVecBytes>(sums[j]);
-  store_part<cfg::kVecBytes, cfg::kRowBytes>(batch, row, part);
-}
+    for (u32 j = 0; j < kBatch; ++j) {
+      if constexpr (kWeighted) accumulate_weighted<cfg::kDType>(sums_[j], batch[j], term.weight);
+      else accumulate<cfg::kDType>(sums_[j], batch[j]);
+    }
+    if (term.sum == nullptr) return;
+    Vec result[kBatch];
+#pragma unroll
+    for (u32 j = 0; j < kBatch; ++j) {
+      result[j] = rounded<cfg::kDType, cfg::kVecBytes>(sums_[j]);
+#pragma unroll
+      for (float& sum : sums_[j]) sum = 0.0f;
+    }
+    store_part<cfg::kVecBytes, cfg::kRowBytes>(result, term.sum, part);
+  }
+
+  ShareRing<cfg::kVecBytes, cfg::kRowBytes, Term> ring_;
+  float sums_[kBatch][kPerVec] = {};
+};
 
 // The weights of `source`'s tokens in our region, by token.
 __device__ __forceinline__ float* weights_of(const Params& p, u8* region, u32 source) {
@@ -87,26 +113,27 @@ __device__ __forceinline__ void look_up(const Params& p, const u32* starts, cons
 }
 
 // The sum of a token's rows here, to its place of our part of its home's region.
-__device__ __forceinline__ void send_sum(const Params& p, const Share& share) {
+__device__ __forceinline__ void send_sum(const Params& p, const Share& share, Sums<true>& sums) {
   if (share.token >= p.ll.max_tokens) return;
   const u32 num_positions = p.ll.num_local_experts * cfg::kNumRanks * p.ll.max_tokens;  // rows of x
-  float sums[kBatch][kPerVec] = {};
-  const auto row = [&](u32 column) {
-    return reinterpret_cast<const u8*>(p.x) + static_cast<u64>(__shfl_sync(kAll, share.position, column)) * cfg::kRowBytes;
-  };
-  add_rows(__ballot_sync(kAll, share.position < num_positions), share.part, row, [&](u32 column, const Vec* batch) {
-    const float factor = __shfl_sync(kAll, share.weight, column);
-#pragma unroll
-    for (u32 j = 0; j < kBatch; ++j) accumulate_weighted<cfg::kDType>(sums[j], batch[j], factor);
-  });
   const u64 there = static_cast<u64>(p.sync.rank) * p.ll.max_tokens + share.token;
-  store_sums(sums, region(p.sync, p.ll, share.home) + there * cfg::kRowBytes, share.part);
+  u8* sum = region(p.sync, p.ll, share.home) + there * cfg::kRowBytes;
+  u32 left = __ballot_sync(kAll, share.position < num_positions);
+  if (left == 0) sums.add_none(share.part, sum);
+  while (left != 0) {
+    const u32 column = __ffs(left) - 1;
+    left &= left - 1;
+    const u64 row = __shfl_sync(kAll, share.position, column);
+    const float weight = __shfl_sync(kAll, share.weight, column);
+    sums.add(reinterpret_cast<const u8*>(p.x) + row * cfg::kRowBytes, share.part, weight, left == 0 ? sum : nullptr);
+  }
 }
 
 // The send half, every CTA, all threads. False: leave.
-__device__ bool send(const Params& p, u32 epoch) {
+__device__ bool send(const Params& p, u8* smem, u32 epoch) {
   __shared__ bool goes[cfg::kNumRanks];
-  __shared__ u32 num_rows[cfg::kNumRanks], starts[cfg::kNumRanks + 1];
+  __shared__ u32 num_rows[cfg::kNumRanks], starts[cfg::kNumRanks + 1], drawn;
+  if (threadIdx.x == 0) drawn = 0;
   if (!await_consumed(p.sync, p.ll, kOperation, epoch, goes)) return false;
   if (p.ll.with_weights && !exchange_weights(p, goes, epoch)) return false;
   for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
@@ -116,45 +143,67 @@ __device__ bool send(const Params& p, u32 epoch) {
   sum_up(num_rows, starts);
 
   u8* ours = region(p.sync, p.ll, p.sync.rank);
+  Sums<true> sums(smem);
   for_items<Share>(
-      warp_index(), starts[cfg::kNumRanks] * cfg::kParts, num_warps(),
+      &drawn, starts[cfg::kNumRanks] * cfg::kParts,
       [&](u32 unit, Share& share) { look_up(p, starts, goes, ours, unit, share); },
-      [&](const Share& share) { send_sum(p, share); });
+      [&](const Share& share) { send_sum(p, share, sums); });
+  sums.drain();
   publish(p.sync, p.ll, cfg::kArrivalRows, epoch, num_rows);
   return true;
 }
 
+// A share of one of our tokens, and the ranks that it went to.
+struct Ours {
+  u32 token, part, ranks[kRankWords];
+};
+
 // The receive half, every CTA, all threads. False: leave.
-__device__ bool receive(const Params& p, u32 epoch) {
-  __shared__ u32 came[cfg::kNumRanks];
+__device__ bool receive(const Params& p, u8* smem, u32 epoch) {
+  __shared__ u32 came[cfg::kNumRanks], drawn;
+  if (threadIdx.x == 0) drawn = 0;
   if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows, kOperation, epoch, came)) return false;
-  u8* ours = region(p.sync, p.ll, p.sync.rank);
-  for (u32 unit = warp_index(); unit < p.ll.num_tokens * cfg::kParts; unit += num_warps()) {
-    const u32 token = unit / cfg::kParts, part = unit % cfg::kParts;
-    float sums[kBatch][kPerVec] = {};
-    for (u32 word = 0; word < kRankWords; ++word) {
-      const u32 went = reinterpret_cast<const u32*>(p.tables.token_ranks)[token * kRankWords + word];
-      const u32 rank = word * 32 + threadIdx.x % 32;
-      const auto row = [&](u32 bit) {
-        return ours + (static_cast<u64>(word * 32 + bit) * p.ll.max_tokens + token) * cfg::kRowBytes;
-      };
-      add_rows(went & __ballot_sync(kAll, rank < cfg::kNumRanks && came[rank]), part, row, [&](u32, const Vec* batch) {
+  u8* from = region(p.sync, p.ll, p.sync.rank);
+  const auto look_up = [&](u32 unit, Ours& ours) {
+    ours.token = unit / cfg::kParts, ours.part = unit % cfg::kParts;
 #pragma unroll
-        for (u32 j = 0; j < kBatch; ++j) accumulate<cfg::kDType>(sums[j], batch[j]);
-      });
+    for (u32 word = 0; word < kRankWords; ++word) {
+      ours.ranks[word] = reinterpret_cast<const u32*>(p.tables.token_ranks)[ours.token * kRankWords + word];
     }
-    store_sums(sums, reinterpret_cast<u8*>(p.out) + static_cast<u64>(token) * cfg::kRowBytes, part);
-  }
+  };
+  Sums<false> sums(smem);
+  for_items<Ours>(&drawn, p.ll.num_tokens * cfg::kParts, look_up, [&](const Ours& ours) {
+    u8* sum = reinterpret_cast<u8*>(p.out) + static_cast<u64>(ours.token) * cfg::kRowBytes;
+    u32 ranks[kRankWords], behind[kRankWords + 1];  // behind[w]: ranks of words w and later
+    behind[kRankWords] = 0;
+#pragma unroll
+    for (u32 word = kRankWords; word-- > 0;) {
+      const u32 rank = word * 32 + threadIdx.x % 32;
+      ranks[word] = ours.ranks[word] & __ballot_sync(kAll, rank < cfg::kNumRanks && came[rank]);
+      behind[word] = behind[word + 1] | ranks[word];
+    }
+    if (behind[0] == 0) sums.add_none(ours.part, sum);
+#pragma unroll
+    for (u32 word = 0; word < kRankWords; ++word) {
+      for (u32 left = ranks[word]; left != 0;) {
+        const u64 row = static_cast<u64>(word * 32 + __ffs(left) - 1) * p.ll.max_tokens + ours.token;
+        left &= left - 1;
+        sums.add(from + row * cfg::kRowBytes, ours.part, 1.0f, (left | behind[word + 1]) == 0 ? sum : nullptr);
+      }
+    }
+  });
+  sums.drain();
   return true;
 }
 
 extern "C" __global__ void __launch_bounds__(cfg::kThreads, 2) low_latency_combine(const __grid_constant__ Params p) {
+  extern __shared__ __align__(16) u8 smem[];
   u32 epoch = ptx::ld_relaxed_gpu(&channel_state(p.sync)->epoch) + 1;
   bool well = true;
   if (p.ll.phases & cfg::kPhaseSend) {
     epoch = begin(p.sync, kOperation);
-    well = send(p, epoch);
+    well = send(p, smem, epoch);
   }
-  if (well && p.ll.phases & cfg::kPhaseReceive) receive(p, epoch);
+  if (well && p.ll.phases & cfg::kPhaseReceive) receive(p, smem, epoch);
   leave(p.sync, p.ll, 1, epoch);
 }

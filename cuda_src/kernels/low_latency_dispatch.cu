@@ -154,7 +154,7 @@ constexpr u32 kScaleRounds = cfg::kFp8 ? (cfg::kScaleWords + 31) / 32 : 1;  // o
 // if it is the row's first share.
 struct Share {
   WireVec batch[kBatch];
-  u32 source, row, part, entry, scales[kScaleRounds];
+  u32 source, row, part, entry, token, weight, scales[kScaleRounds];
 };
 
 // Share `index` of all those that this rank receives.
@@ -164,8 +164,11 @@ __device__ __forceinline__ void fetch(const Params& p, const u32* starts, u8* fr
   share.source = source_of(starts, number);
   share.row = share.source * p.ll.max_tokens + number - starts[share.source];
   load_part<cfg::kWireVecBytes, cfg::kWireBytes>(share.batch, from + static_cast<u64>(share.row) * cfg::kWireBytes, share.part);
-  share.entry = lane < p.ll.num_topk ? meta_of(p, from, share.row)[1 + lane] : kNone;
+  const u32* meta = meta_of(p, from, share.row);
+  share.entry = lane < p.ll.num_topk ? meta[1 + lane] : kNone;
   if (share.part != 0) return;
+  share.token = meta[0];
+  if (lane < p.ll.num_topk && p.ll.with_weights) share.weight = meta[1 + p.ll.num_topk + lane];
   const u32* scales = reinterpret_cast<const u32*>(from + p.ll.scales_offset) + static_cast<u64>(share.row) * cfg::kScaleWords;
 #pragma unroll
   for (u32 i = 0; i < kScaleRounds; ++i) {
@@ -175,16 +178,16 @@ __device__ __forceinline__ void fetch(const Params& p, const u32* starts, u8* fr
 
 // A share that has come, to the rows of its token's experts; the row's first share takes scales and tables along.
 // begin[source][expert]: see read_counts.
-__device__ __forceinline__ void distribute(const Params& p, const u32* begin, u8* from, const Share& share) {
+__device__ __forceinline__ void distribute(const Params& p, const u32* begin, const Share& share) {
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk, num_local = p.ll.num_local_experts;
   const u32 expert_rows = cfg::kNumRanks * p.ll.max_tokens;
   const u32 expert = share.entry & ((1u << cfg::kExpertBits) - 1);
   u32 place = 0, position = kNone;  // at the expert; among all rows of recv_x
-  if (share.entry != kNone) {
+  if (share.entry != kNone && expert < num_local) {
     place = begin[share.source * num_local + expert] + (share.entry >> cfg::kExpertBits);
-    position = expert * expert_rows + place;
+    if (place < expert_rows) position = expert * expert_rows + place;  // else of a region in pieces
   }
-  const u32 leaders = __ballot_sync(kAll, is_first(position, share.entry != kNone));
+  const u32 leaders = __ballot_sync(kAll, is_first(position, position != kNone));
   for (u32 left = leaders; left != 0; left &= left - 1) {
     const u32 owner = __ffs(left) - 1;
     const u64 to = __shfl_sync(kAll, position, owner);
@@ -201,27 +204,26 @@ __device__ __forceinline__ void distribute(const Params& p, const u32* begin, u8
     }
   }
   if (share.part != 0) return;
-  const u32* meta = meta_of(p, from, share.row);
   const u64 at = static_cast<u64>(share.row) * num_topk + lane;
-  if (lane == 0) reinterpret_cast<u32*>(p.tables.tokens)[share.row] = meta[0];
+  if (lane == 0) reinterpret_cast<u32*>(p.tables.tokens)[share.row] = share.token;
   if (lane < num_topk) reinterpret_cast<u32*>(p.tables.positions)[at] = position;
-  if (lane < num_topk && p.ll.with_weights) reinterpret_cast<u32*>(p.tables.weights)[at] = meta[1 + num_topk + lane];
-  if (leaders >> lane & 1) reinterpret_cast<u32*>(p.src_info)[position] = meta[0];
+  if (lane < num_topk && p.ll.with_weights) reinterpret_cast<u32*>(p.tables.weights)[at] = share.weight;
+  if (leaders >> lane & 1) reinterpret_cast<u32*>(p.src_info)[position] = share.token;
 }
 
 // The receive half, every CTA, all threads. False: leave.
 __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
-  __shared__ u32 num_rows[cfg::kNumRanks], starts[cfg::kNumRanks + 1];
+  __shared__ u32 num_rows[cfg::kNumRanks], starts[cfg::kNumRanks + 1], drawn;
+  if (threadIdx.x == 0) drawn = 0;
   u32* begin = reinterpret_cast<u32*>(smem);  // [ranks][num_local_experts]
   if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows, cfg::kOperationLowLatencyDispatch, epoch, num_rows)) return false;
   sum_up(num_rows, starts);
   read_counts(p, num_rows, begin);
 
   u8* from = region(p.sync, p.ll, p.sync.rank);
-  const Range shares(starts[cfg::kNumRanks] * cfg::kParts);
   for_items<Share>(
-      shares.begin, shares.end, 1, [&](u32 number, Share& share) { fetch(p, starts, from, number, share); },
-      [&](const Share& share) { distribute(p, begin, from, share); });
+      &drawn, starts[cfg::kNumRanks] * cfg::kParts, [&](u32 number, Share& share) { fetch(p, starts, from, number, share); },
+      [&](const Share& share) { distribute(p, begin, share); });
   return true;
 }
 

@@ -7,7 +7,7 @@
 //   moves each row once from memory and once to each destination: the SM's store port is the limit
 //
 // warps 0 .. kWarps - 1   rows, each warp for itself
-// the last warp           side rows
+// the last kSideWarps     side rows
 //
 // TMA mover, per warp: a ring of kStages slots of kChunkBytes. Lane 0 loads a chunk of a row (mbarrier), and every lane
 // whose rank gets the token issues one bulk store from the slot. A slot is refilled when the group of stores before the
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(cfg::kPushThreads, 1) push(const __
   __syncthreads();
 
   bool leave = verdict != cfg::kVerdictDone, stop = false;
-  if (threadIdx.x / 32 == cfg::kWarps && !leave) {
+  if (threadIdx.x / 32 >= cfg::kWarps && !leave) {
     if (p.topk_idx != 0) push_columns(p, to);
     push_scales(p, to);
   }

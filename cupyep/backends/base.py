@@ -163,6 +163,9 @@ class Backend(ABC):
     def barrier(self) -> Any:
         """Collective: until every rank has come. Returns the event."""
 
+    def dropped(self) -> None:  # noqa: B027
+        """Local: nobody can use this Buffer any more, and nobody has closed it."""
+
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised array in the arena."""

@@ -15,6 +15,8 @@ from cupyep.errors import PeerError, PeerTimeoutError
 
 _WATCH_S = 0.05  # between two looks at what the group's kernels have told
 
+callers: set[int] = set()  # native ids of threads that wait in run_threads, and do nothing else
+
 
 class _Group:
     """What the threads share: one mailbox per collective step, subgroups, and who has failed."""
@@ -140,6 +142,7 @@ def run_threads(
     for thread in threads:
         thread.start()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    callers.add(caller := threading.get_native_id())
     try:
         for rank, thread in enumerate(threads):
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -151,6 +154,8 @@ def run_threads(
                 group.fail(rank, "was given up by run_local")
             group.condition.notify_all()
         raise
+    finally:
+        callers.discard(caller)
     if errors:
         own = [rank for rank in sorted(errors) if not isinstance(errors[rank], PeerError)]
         raise errors[own[0] if own else min(errors)]

@@ -50,7 +50,7 @@ def low_latency_requests(architecture: str) -> set[jit.Request]:
         for num_ranks in (1, 2, 3, 4):
             sizes = (num_ranks, job.max_tokens, case.hidden, dtype, case.num_topk, case.num_experts)
             for operation, shape in ((DISPATCH, LowLatencyShape(*sizes, *casts)), (COMBINE, LowLatencyShape(*sizes))):
-                constants = plan.low_latency_plan(operation, shape).constants
+                constants = plan.low_latency_plan(operation, shape, 227 * 1024).constants
                 found.add(jit.Request(operation.verb, architecture, plan.prelude(num_ranks, constants)))
     return found
 

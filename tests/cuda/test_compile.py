@@ -106,7 +106,7 @@ def make_plan(
         casts = kernel == "low_latency_dispatch" and hidden % 128 == 0
         options = {"fp8": casts, "round_scale": casts and num_ranks != 4, "ue8m0": casts and num_ranks == 8}
         shape = LowLatencyShape(num_ranks, 128, hidden, np.dtype(dtype), 8, 8 * num_ranks, **options)
-        return plan.low_latency_plan(LOW_LATENCY[kernel], shape)
+        return plan.low_latency_plan(LOW_LATENCY[kernel], shape, target.smem_limit)
     operation, make = {"push": (Operation.PUSH, plan.push_plan), "pull": (Operation.PULL, plan.pull_plan)}[kernel]
     shape = Shape(operation, hidden, np.dtype(dtype), RowLayout(row_bytes, 8, 8, True, scale_bytes), np.dtype("u1"))
     mover = plan.mover_of(row_bytes, target.mover, target.compute_capability)
@@ -174,7 +174,9 @@ def test_push_plans(row, num_ranks, target):
     chosen = make_plan("push", *row, num_ranks, target)
     check_chunks(chosen, row[0] * row[1].itemsize, target)
     c = chosen.constants
-    assert chosen.num_threads == 32 * c["kWarps"] + 32 and c["kStages"] >= 2  # a slot fills while another is read
+    assert (
+        chosen.num_threads == 32 * (c["kWarps"] + c["kSideWarps"]) and c["kStages"] >= 2
+    )  # a slot fills while another is read
     if c["kMover"] == plan.MOVERS["tma"]:
         assert chosen.smem_bytes >= c["kWarps"] * c["kStages"] * (c["kSlotBytes"] + 8)
     tables = num_ranks * 40

@@ -9,6 +9,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 from gpu_helpers import (
     CULPRIT,
@@ -137,6 +138,33 @@ def test_a_thread_that_raises_releases_the_others():
     ((error, seconds),) = child(raise_before_a_launch)
     assert isinstance(error, cupyep.PeerError) and error.peer == CULPRIT and seconds < SLACK_S, repr(error)
     assert not isinstance(error, cupyep.PeerTimeoutError)
+
+
+def use_three_streams(comm):
+    """Of three low-latency dispatches on streams that do not wait for each other the third needs the first slot."""
+
+    def program():
+        with cupyep.Buffer(comm, low_latency_mode=True, backend="cuda", timeout_s=20) as buffer:
+            inputs = cupy.ones((64, 1024), np.float32), cupy.arange(64)[:, None] % comm.size, 64, comm.size
+            buffer.low_latency_dispatch(*inputs, use_fp8=False).event.synchronize()
+            buffer.barrier().synchronize()
+            comm.Barrier()
+            if comm.rank == CULPRIT:
+                time.sleep(TIMEOUT_S)  # the others' first two wait for us
+                return buffer.low_latency_dispatch(*inputs, use_fp8=False).event.synchronize()
+            results = []
+            for _ in range(3):
+                with cupy.cuda.Stream(non_blocking=True):
+                    results.append(buffer.low_latency_dispatch(*inputs, use_fp8=False))
+            return results[-1].event.synchronize()
+
+    return outcome(program), computes()
+
+
+def test_processes_whose_streams_are_not_ordered():
+    for (error, seconds), works in mpi(2, use_three_streams):
+        assert type(error) is cupyep.PeerError and "two operations of one channel at once" in str(error), repr(error)
+        assert works and seconds < 5 * TIMEOUT_S
 
 
 def kill(comm):

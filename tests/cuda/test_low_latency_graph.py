@@ -73,7 +73,7 @@ def replays(comm, split: bool) -> tuple[int, int]:
         eager = cupy.zeros(NUM_ROUTINGS, np.uint64)
         results = cupy.zeros(NUM_REPLAYS, np.uint64)  # behind the capture it might lie in memory that the graph uses
         with cupy.cuda.Stream(non_blocking=True) as stream:
-            stream.synchronize()
+            cupy.cuda.Device().synchronize()  # the first step ran on another stream
             for routing in range(NUM_ROUTINGS):
                 step.choose(routing)
                 step.run()

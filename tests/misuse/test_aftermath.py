@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from cases import Case
-from multirank import checks
+from multirank import checks, launch
 
 import cupyep
 
@@ -99,9 +99,7 @@ def raise_while_others_close(comm, backend):
         return type(error).__name__, time.monotonic() - start
 
 
-def test_ranks_that_close_are_told_of_one_that_raises(backend):
-    from multirank import launch
-
+def test_processes_that_close_are_told_of_one_that_raises(backend):
     for rank, (name, seconds) in enumerate(launch.mpi(3, raise_while_others_close, backend)):
         assert (name, seconds < LONG_S / 4) == ("KeyError" if rank == 1 else "PeerError", True)
 

@@ -135,6 +135,11 @@ def test_a_buffer_that_nobody_closed_warns(backend):
     buffer = cupyep.Buffer(None, backend=backend)
     with pytest.warns(ResourceWarning, match="Buffer of rank 0 was not closed"):
         del buffer
+    cupyep.run_local(open_and_close, 2, backend)  # nothing is taken any more
+
+
+def open_and_close(comm, backend):
+    cupyep.Buffer(comm, backend=backend, timeout_s=5).close()
 
 
 def test_empty_when_the_arena_is_full(backend):

@@ -43,7 +43,7 @@ def small(chosen: plan.Plan, mover: str, chunks: int, consumers: int = 1) -> pla
         c["kNumChunks"], c["kChunkBytes"] = chunks, layout.align(-(-c["kRowBytes"] // chunks), 16)
         c["kSlotBytes"] = layout.align(c["kChunkBytes"])
     if "kStages" in c:
-        c |= {"kWarps": 2, "kStages": 2, "kPushThreads": 96}
+        c |= {"kWarps": 2, "kStages": 2, "kSideWarps": 1, "kPushThreads": 96}
         return plan.Plan(c, 96, 4 * (c["kSlotBytes"] + 8) if tma else 0)
     c |= {"kRowsPerSlot": 1} if chunks > 1 else {}
     threads = 32 * (consumers + 2)  # with the loader and the warp of the weights

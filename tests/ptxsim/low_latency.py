@@ -40,7 +40,8 @@ from ptxsim.memory import POISON, Space
 from ptxsim.scheduler import Scheduler
 from ptxsim.sources import Patch, program
 
-NUM_THREADS = 64
+NUM_WARPS = 2
+SMEM_BYTES = 8 << 10  # of an SM so small that rings have two slots
 
 
 @dataclass(frozen=True)
@@ -139,17 +140,16 @@ class Rank:
         return self.shape if operation == DISPATCH else self.combine_shape
 
     def kernel(self, operation: abi.Operation, shape: LowLatencyShape) -> Any:
-        run, chosen = self.group.run, plan.low_latency_plan(operation, shape)
-        constants = {**chosen.constants, "kThreads": NUM_THREADS, "kVecsPerLane": 1}
-        constants["kParts"] = -(-shape.wire_bytes // (32 * constants["kWireVecBytes"]))
+        run = self.group.run
+        chosen = plan.low_latency_plan(operation, shape, SMEM_BYTES, num_warps=NUM_WARPS, num_vecs=1)
 
         def launch(num_ctas: int, call: Any, stream: Any) -> None:
-            code = program(operation.verb, operation.verb, ARCH[run.mover], shape.num_ranks, constants, run.patch)
+            code = program(operation.verb, operation.verb, ARCH[run.mover], shape.num_ranks, chosen.constants, run.patch)
             struct = ctypes.c_uint64.from_address(call.arguments).value
             self.space.write(self.rank, self.pinned.ptr, np.frombuffer(self.pinned, np.uint8))
             parameters = ctypes.string_at(struct, code.param_bytes)
             self.group.scheduler.launch(
-                self.rank, code, num_ctas, NUM_THREADS, chosen.smem_bytes, parameters, self.fetch_pinned
+                self.rank, code, num_ctas, chosen.num_threads, chosen.smem_bytes, parameters, self.fetch_pinned
             )
 
         return SimpleNamespace(launch=launch)

@@ -161,7 +161,8 @@ def lane_wait(op: list[str], operands: list[Any], instruction: Instruction) -> C
 def lane_copy(use: Operands, op: list[str], operands: list[Any]) -> Run:
     if op[2] == "commit_group":
         return lambda cta, mask: cta.copies.commit(mask)
-    if op[2] not in ("ca", "cg") or op[3].split("::")[0] != "shared" or op[4:] != ["global"] or len(operands) != 3:
+    hint = ["L2::cache_hint"] * (len(operands) - 3)  # the policy changes nothing here
+    if op[2] not in ("ca", "cg") or op[3].split("::")[0] != "shared" or op[4:] != ["global", *hint]:
         raise NotImplementedError(f"{'.'.join(op)} of {len(operands)} operands")
     shared, source, size = address_of(use, operands[0]), address_of(use, operands[1]), int(operands[2], 0)
     if size not in ((4, 8, 16) if op[2] == "ca" else (16,)):

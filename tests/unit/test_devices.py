@@ -51,3 +51,10 @@ def test_a_second_group_is_refused_and_a_rank_of_the_first_alone_is_not():
         comm.barrier(operation="test", timeout_s=10)
 
     groups_of(2, then=inner)
+
+
+def test_a_caller_of_run_local_may_have_a_buffer_open():
+    claim = devices.choose(single(), None, None, 10)
+    (after,) = groups_of(2)
+    devices.release(claim)
+    assert groups_of(2)[0] > after  # its SMs were taken

@@ -48,6 +48,7 @@ SM_80 = {
     "out = ld_shared_v4(s).w": "ld.shared.v4.u32",
     "st_shared_v4(s, v)": "st.shared.v4.u32",
     "cp_async_cg_16(s, g)": "cp.async.cg.shared.global 16",
+    "cp_async_cg_16_l2_cache_hint(s, g, w)": "cp.async.cg.shared.global.L2::cache_hint",
     **{f"cp_async_ca<{size}>(s, g)": f"cp.async.ca.shared.global {size}" for size in (4, 8, 16)},
     "cp_async_commit_group()": "cp.async.commit_group",
     "cp_async_wait_group<3>()": "cp.async.wait_group 3",

@@ -3,25 +3,9 @@
 //
 // Addresses are 16-byte aligned and `bytes` is a multiple of 16. One thread issues a copy. Loads report to an mbarrier;
 // stores and reductions join the issuing thread's current bulk group, which that same thread commits and waits for.
-#include <cupyep/ptx/types.cuh>
+#include <cupyep/ptx/cache_policy.cuh>
 
 namespace cupyep::ptx {
-
-// createpolicy.fractional.L2::evict_first.b64 policy, fraction;                                                   sm_80
-// L2 gives these lines up first: data that is read once.
-__device__ __forceinline__ u64 createpolicy_fractional_evict_first() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-// createpolicy.fractional.L2::evict_last.b64 policy, fraction;                                                    sm_80
-// L2 gives these lines up last: data that is read again soon.
-__device__ __forceinline__ u64 createpolicy_fractional_evict_last() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 
 #if __CUDA_ARCH__ >= 900
 

@@ -15,6 +15,13 @@ __device__ __forceinline__ void cp_async_cg_16(void* smem, const void* gmem) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_addr(smem)), "l"(gmem_addr(gmem)) : "memory");
 }
 
+// cp.async.cg.shared.global.L2::cache_hint [dst], [src], 16, cache-policy;                                        sm_80
+__device__ __forceinline__ void cp_async_cg_16_l2_cache_hint(void* smem, const void* gmem, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(smem_addr(smem)), "l"(gmem_addr(gmem)),
+               "l"(policy)
+               : "memory");
+}
+
 // cp.async.ca.shared.global [dst], [src], cp-size;                                                                sm_80
 // By way of L1 and L2.
 template <int kBytes>

@@ -176,6 +176,9 @@ class CudaBackend(Dispatch, Combine):
                 self._low_latency.abort()
             self._meetings.abort(self._launcher, AbortKind.RAISED, self._comm.rank)
 
+    def dropped(self) -> None:
+        devices.release(self._claim)  # its memory stays: peers may use it
+
     def close(self, *, collective: bool) -> None:
         devices.release(self._claim)
         try:

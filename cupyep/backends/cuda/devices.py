@@ -13,6 +13,7 @@ from cupyep import checks, env, model
 from cupyep.backends.cuda.kernels import Kernels
 from cupyep.comm import Communicator
 from cupyep.comm.host import check_same_host
+from cupyep.comm.local import callers
 from cupyep.errors import StateError, TopologyError
 
 SHORT_ROW_BYTES = 2048  # a budget is enough for rows as short as this; longer rows need fewer SMs
@@ -43,7 +44,8 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
 
     Kernels of all ranks wait for each other, so those that may run at once must fit on their GPU together: each live
     Buffer has a budget, a share of the GPU divided by its ranks there. Ranks as threads meet around each launch, for
-    nothing else may happen to the GPU then, so only one set of threads can be at it.
+    nothing else may happen to the GPU then, so only one set of threads can be at it. A thread that waits in run_local
+    is not at it, whatever Buffers it has open.
     """
     check_same_host(comm, timeout_s)
     described: list[Any] = []
@@ -75,7 +77,7 @@ def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_
         if comm.in_process and comm.rank != sharing[0]:
             return
         with _claims_lock:
-            groups = {other.threads for other in (claim, *claims(ordinal))}
+            groups = {other.threads for other in (claim, *claims(ordinal)) if not other.threads <= callers}
             largest = max(groups, key=len)
             others = [group for group in groups if group != largest and (len(group) > 1 or not group <= largest)]
             if len(largest) > 1 and others:  # a rank of the group may have a Buffer alone beside it

@@ -112,7 +112,7 @@ class Kernels:
 
     def load_low_latency(self, operation: abi.Operation, shape: LowLatencyShape) -> None:
         """Makes `low_latency(operation, shape)` ready."""
-        chosen, name = plan.low_latency_plan(operation, shape), operation.verb
+        chosen, name = plan.low_latency_plan(operation, shape, self._smem_limit), operation.verb
         if chosen.smem_bytes > self._smem_limit:
             expected = f"tokens, top-k and experts that take at most {self._smem_limit:,} bytes of shared memory"
             raise ValueError(f"num_max_dispatch_tokens_per_rank: expected {expected} here, got {chosen.smem_bytes:,}")

@@ -56,7 +56,8 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
     chunk_bytes = row_bytes if num_chunks == 1 else layout.align(math.ceil(row_bytes / num_chunks))
     if mover == "vector":
         num_warps, num_chunks, chunk_bytes = 16, 1, row_bytes
-    num_threads = (num_warps + 1) * 32  # one warp for side rows
+    num_side_warps = 2 if row_bytes <= 4096 else 1
+    num_threads = (num_warps + num_side_warps) * 32
     slot_bytes = layout.align(chunk_bytes)
     constants = {
         "kMoverTma": MOVERS["tma"],
@@ -68,6 +69,7 @@ def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan
         "kSlotBytes": slot_bytes,
         "kWarps": num_warps,
         "kStages": num_stages,
+        "kSideWarps": num_side_warps,
         "kPushThreads": num_threads,
         "kScaleBytes": shape.rows.scale_bytes,
         "kScaleVecBytes": math.gcd(shape.rows.scale_bytes, 16),
@@ -163,32 +165,42 @@ def reduce_plan(hidden: int, local_dtype: Any, wire_dtype: Any) -> Plan:
     return Plan(constants, 256, 0)
 
 
-def low_latency_plan(operation: abi.Operation, shape: LowLatencyShape) -> Plan:
-    """LOW_LATENCY_*: warps that each take shares of rows, in registers; many small shares, as a batch has few rows.
+def low_latency_plan(
+    operation: abi.Operation, shape: LowLatencyShape, smem_limit: int, *, num_warps: int = 16, num_vecs: int = 2
+) -> Plan:
+    """LOW_LATENCY_*: warps that each take shares of rows; many small shares, as a batch has few rows.
 
-    A share is kVecsPerLane vectors for each lane, and as many groups of 16 values where rows are cast. More than two do
-    not fit into 64 registers without spills, and two CTAs must fit on an SM: a dispatch and a combine may be under way
-    together on all of them, each waiting for its peers.
+    A share is `num_vecs` vectors for each lane, and as many groups of 16 values where rows are cast. Two CTAs must fit
+    on an SM: a dispatch and a combine may be under way together on all of them, each waiting for its peers. So neither
+    takes more than half of the registers, and a combine, whose warps have rings of four shares in shared memory, not
+    more than half of that.
     """
     num_topk, num_tokens = shape.num_topk, shape.max_tokens
     row_bytes = shape.hidden * shape.dtype.itemsize
-    vecs = math.ceil(shape.wire_bytes / (32 * math.gcd(shape.wire_bytes, 16)))  # for each lane to move a row
+    vec_bytes, wire_vec_bytes = math.gcd(row_bytes, 16), math.gcd(shape.wire_bytes, 16)
+    vecs = math.ceil(shape.wire_bytes / (32 * wire_vec_bytes))  # for each lane to move a row
+    slot_bytes = layout.align(num_vecs * 32 * vec_bytes + 20, max(vec_bytes, 8))
+    available = (smem_limit - 1024) // 2 - _STATIC_BYTES - 16 * shape.num_ranks
+    num_slots = max(2, min(4, available // (num_warps * slot_bytes)))
     constants = {
         "kDType": int(checks.DTYPES[shape.dtype]),
         "kHidden": shape.hidden,
         "kRowBytes": row_bytes,
-        "kVecBytes": math.gcd(row_bytes, 16),
+        "kVecBytes": vec_bytes,
         "kWireBytes": shape.wire_bytes,
-        "kWireVecBytes": math.gcd(shape.wire_bytes, 16),
+        "kWireVecBytes": wire_vec_bytes,
         "kFp8": int(shape.fp8),
         "kRoundScale": int(shape.round_scale),
         "kUe8m0": int(shape.ue8m0),
         "kScaleWords": shape.num_scale_words,
         "kExpertBits": EXPERT_BITS,
-        "kVecsPerLane": 2,
-        "kParts": math.ceil(vecs / 2),
-        "kThreads": 512,
+        "kVecsPerLane": num_vecs,
+        "kParts": math.ceil(vecs / num_vecs),
+        "kSlots": num_slots,
+        "kSlotBytes": slot_bytes,
+        "kThreads": num_warps * 32,
     }
-    words = (shape.num_experts + shape.num_ranks) * math.ceil(num_tokens / 32)  # of Ids; the receive half takes fewer
-    smem = 4 * words + 2 * num_tokens * num_topk if operation == abi.Operation.LOW_LATENCY_DISPATCH else 0
-    return Plan(constants, 512, smem)
+    if operation == abi.Operation.LOW_LATENCY_DISPATCH:  # Ids; the receive half takes fewer
+        words = (shape.num_experts + shape.num_ranks) * math.ceil(num_tokens / 32)
+        return Plan(constants, num_warps * 32, 4 * words + 2 * num_tokens * num_topk)
+    return Plan(constants, num_warps * 32, num_warps * num_slots * slot_bytes)
