@@ -144,7 +144,8 @@ class Rank:
         chosen = plan.low_latency_plan(operation, shape, SMEM_BYTES, num_warps=NUM_WARPS, num_vecs=1)
 
         def launch(num_ctas: int, call: Any, stream: Any) -> None:
-            code = program(operation.verb, operation.verb, ARCH[run.mover], shape.num_ranks, chosen.constants, run.patch)
+            name, constants = operation.verb, chosen.constants
+            code = program(name, name, ARCH[run.mover], shape.num_ranks, constants, run.patch)
             struct = ctypes.c_uint64.from_address(call.arguments).value
             self.space.write(self.rank, self.pinned.ptr, np.frombuffer(self.pinned, np.uint8))
             parameters = ctypes.string_at(struct, code.param_bytes)
