@@ -46,7 +46,8 @@ def mover_of(row_bytes: int, requested: str, compute_capability: int) -> str:
 def push_plan(shape: Shape, num_ranks: int, mover: str, smem_limit: int) -> Plan:
     """PUSH: warps x stages x slot bytes of ring; a slot holds a row, or a chunk of a long one.
 
-    Four warps of three stages fill an SM's store port with rows of 14 KB; short rows need more of them in flight.
+    Four warps of three stages fill an SM's store port with rows of 14 KB; short rows need more of them in flight, and
+    the shortest come faster than one warp stores their side rows.
     """
     row_bytes = shape.rows.row_bytes
     available = smem_limit - _STATIC_BYTES - 40 * num_ranks
