@@ -54,7 +54,9 @@ class PeerError(CupyepError, RuntimeError):
         self.operation, self.epoch, self.rank, self.peer, self.reason = operation, epoch, rank, peer, reason
 
     def __str__(self) -> str:
-        return f"{self.operation} (epoch {self.epoch}): rank {self.peer} {self.reason}; noticed by rank {self.rank}"
+        operation = f"{self.operation} (epoch {self.epoch})" if self.epoch else self.operation
+        witness = f"; noticed by rank {self.rank}" if self.rank != self.peer else ""  # it told us itself
+        return f"{operation}: rank {self.peer} {self.reason}{witness}"
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
