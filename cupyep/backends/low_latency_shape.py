@@ -37,6 +37,12 @@ class LowLatencyShape:
     round_scale: bool = False
     ue8m0: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))  # a call looks up half a dozen things by us
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
     @property
     def arguments(self) -> dict[str, Any]:
         """By the names that callers know."""
