@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from cupyep import abi
 from cupyep.abi import Operation
-from cupyep.backends.cuda import jit, plan
+from cupyep.backends.cuda import jit, kernels, plan
 from cupyep.backends.low_latency_shape import LowLatencyShape
 from cupyep.backends.shapes import Shape
+from cupyep.errors import StateError
 from cupyep.layout import RowLayout
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -286,3 +287,13 @@ def test_bulk_copies(build):
     assert (loads, stores) == expected
     assert ("SYNCS" in code) == build.is_tma
     assert build.is_tma == (build.target.mover == "auto" and build.plan.constants["kRowBytes"] % 16 == 0)
+
+
+def test_a_low_latency_shape_too_large_for_the_gpu_is_refused():
+    """By an error that leaves the Buffer as it was, before anything is compiled."""
+    loaded = kernels.Kernels.__new__(kernels.Kernels)
+    loaded._smem_limit = SMALL_SM.smem_limit
+    shape = LowLatencyShape(8, 2048, 128, BF16, 8, 1024)
+    text = r"expected tokens, top-k and experts that take at most 101,376 bytes of shared memory here, got 296,960"
+    with pytest.raises(StateError, match=text):
+        loaded.load_low_latency(Operation.LOW_LATENCY_DISPATCH, shape)

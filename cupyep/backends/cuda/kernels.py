@@ -12,6 +12,7 @@ from cupyep import abi
 from cupyep.backends.cuda import jit, plan
 from cupyep.backends.low_latency_shape import LowLatencyShape
 from cupyep.backends.shapes import Shape
+from cupyep.errors import StateError
 from cupyep.structs import Struct
 
 
@@ -111,11 +112,11 @@ class Kernels:
         return self._by_shape[self._key(shape)]
 
     def load_low_latency(self, operation: abi.Operation, shape: LowLatencyShape) -> None:
-        """Makes `low_latency(operation, shape)` ready."""
+        """Makes `low_latency(operation, shape)` ready. StateError, after which the Buffer is as it was, if it is large."""
         chosen, name = plan.low_latency_plan(operation, shape, self._smem_limit), operation.verb
         if chosen.smem_bytes > self._smem_limit:
             expected = f"tokens, top-k and experts that take at most {self._smem_limit:,} bytes of shared memory"
-            raise ValueError(f"num_max_dispatch_tokens_per_rank: expected {expected} here, got {chosen.smem_bytes:,}")
+            raise StateError(f"num_max_dispatch_tokens_per_rank: expected {expected} here, got {chosen.smem_bytes:,}")
         module = jit.load(jit.build(self._request(name, chosen.constants)))
         function = jit.function(module, name, chosen.smem_bytes)
         self._by_shape[operation, shape] = Kernel(function, chosen.num_threads, chosen.smem_bytes)
