@@ -252,6 +252,8 @@ def test_shared_memory(build):
     declared = max((int(number) for number in re.findall(r"(\d+) bytes smem", log)), default=0)
     assert declared > 0 or build.kernel in ("barrier", *LOCAL)
     assert declared + build.plan.smem_bytes <= build.target.smem_limit
+    if build.kernel in LOW_LATENCY:
+        assert declared <= plan.low_latency_static_bytes(build.num_ranks)
 
 
 @of_builds(BUILDS)
