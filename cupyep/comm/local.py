@@ -139,11 +139,11 @@ def run_threads(
         threading.Thread(target=body, args=(rank,), name=f"cupyep-rank-{rank}", daemon=True)
         for rank in range(num_ranks)
     ]
-    for thread in threads:
-        thread.start()
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    callers.add(caller := threading.get_native_id())
+    callers.add(caller := threading.get_native_id())  # before any of them can look
     try:
+        for thread in threads:
+            thread.start()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for rank, thread in enumerate(threads):
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if thread.is_alive() and not errors:

@@ -41,7 +41,6 @@ from ptxsim.scheduler import Scheduler
 from ptxsim.sources import Patch, program
 
 NUM_WARPS = 2
-SMEM_BYTES = 8 << 10  # of an SM so small that rings have two slots
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class Run:
     num_ctas: int = 2
     rounds: int = 1
     slots: int = 1
+    smem_bytes: int = 8 << 10  # of an SM so small that rings have two slots
+    num_vecs: int = 1  # of a lane in a share
     overlap: bool = False  # the dispatches of two slots are open at once
     dispatches_only: bool = False  # nothing but done words keeps a rank from running ahead
     absent: tuple[int, str] | None = None  # a rank, and the verb at which it is missing
@@ -132,16 +133,15 @@ class Rank:
             }
             for each in group.jobs
         ]
-        no_stats = np.zeros(self.shape.num_local_experts, np.int32)
-        self.stats = Array(self, no_stats.shape, np.int32, no_stats)
         self.total = np.zeros(self.shape.num_local_experts, np.int32)  # of recv_count so far
+        self.stats = Array(self, self.total.shape, np.int32, self.total)
 
     def shape_of(self, operation: abi.Operation) -> LowLatencyShape:
         return self.shape if operation == DISPATCH else self.combine_shape
 
     def kernel(self, operation: abi.Operation, shape: LowLatencyShape) -> Any:
         run = self.group.run
-        chosen = plan.low_latency_plan(operation, shape, SMEM_BYTES, num_warps=NUM_WARPS, num_vecs=1)
+        chosen = plan.low_latency_plan(operation, shape, run.smem_bytes, num_warps=NUM_WARPS, num_vecs=run.num_vecs)
 
         def launch(num_ctas: int, call: Any, stream: Any) -> None:
             name, constants = operation.verb, chosen.constants
@@ -161,9 +161,8 @@ class Rank:
     # --- the stream ---------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[Callable[[], None]]:
-        run, steps = self.group.run, []
+        run, steps, part = self.group.run, [], functools.partial
         halves = [Phase.SEND, Phase.RECEIVE] if run.job.split else [Phase.SEND | Phase.RECEIVE]
-        part = functools.partial
         for turn in range(run.rounds):
             slots = range(run.slots)
             if run.overlap:  # all send, then all receive

@@ -115,7 +115,7 @@ class Space:
     """Allocations, the system's view and one per rank."""
 
     def __init__(self, num_ranks: int, num_bytes: int = 1 << 20) -> None:
-        self.clock = Clock()
+        self.clock, num_bytes = Clock(), -(-num_bytes // GUARD) * GUARD  # words of eight bytes
         self.system = View(num_bytes, None, self.clock)
         self.ranks = [View(num_bytes, self.system, self.clock) for _ in range(num_ranks)]
         self.owned, self._top = np.zeros(num_bytes, bool), GUARD

@@ -51,6 +51,8 @@ JOBS = {
                                     kernels=("count",), rounds=3),
     "the backend's plan": Job(case(hidden=32, tokens=(9, 9)), own_plan=True),
     "the backend's plan-vector": Job(case(hidden=32, tokens=(9, 9)), "vector", own_plan=True),
+    "two warps for side rows": Job(case(hidden=8, tokens=(21, 3), num_topk=32, num_local_experts=16), num_ctas=1,
+                                   own_plan=True, kernels=("count", "push")),
 }
 THREE = case(num_ranks=3, tokens=(5, 3, 4))
 

@@ -39,6 +39,10 @@ RUNS = {
     "two slots": Run(job(split=True, travel=False, tokens=(3, 3)), slots=2, rounds=2, overlap=True),
     "odd rows": Run(job(travel=False, hidden=25, dtype="float16", num_topk=4, num_local_experts=4)),
     "rows of two shares": Run(job(travel=False, hidden=97, dtype="float16", tokens=(2, 3)), num_ctas=1),
+    "rings of one slot": Run(job(travel=False, hidden=36, num_topk=4, num_local_experts=4), smem_bytes=4 << 10),
+    "rings of four slots": Run(
+        job(tokens=(2, 3), hidden=65, num_topk=4, num_local_experts=3), smem_bytes=16 << 10, num_vecs=2
+    ),
     "fp8 rows of two shares": Run(job("plain", hidden=2048, tokens=(2, 1)), num_ctas=1),
     "duplicates": Run(job("plain", num_ranks=3, tokens=(3, 5, 1), num_topk=4, routing="duplicates")),
     "nowhere": Run(job(tokens=(2, 2), routing="nowhere", travel=False)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -58,3 +59,59 @@ def test_a_caller_of_run_local_may_have_a_buffer_open():
     (after,) = groups_of(2)
     devices.release(claim)
     assert groups_of(2)[0] > after  # its SMs were taken
+
+
+def test_ranks_that_choose_before_their_caller_waits(monkeypatch):
+    """It is a caller from the moment that the first thread starts."""
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: (start(thread), thread.join(0.2)))
+    devices.choose(single(), None, None, 10)
+    groups_of(2)
+
+
+def test_a_caller_with_several_buffers_and_groups_in_groups():
+    """Each gets less of what is left. Ranks that wait in run_local count as callers when all of their group do."""
+    mine = [devices.choose(single(), None, None, 10) for _ in range(3)]
+    meeting = threading.Barrier(2)
+
+    def inner(comm, claim):
+        if comm.rank == 1:
+            with pytest.raises(StateError, match="one group of threads at a time"):
+                groups_of(2)  # rank 0 is at the GPU
+        meeting.wait(10)
+        run_threads(lambda inside: outer_waits(inside, comm.rank), 2, (), 10, lambda rank: nullcontext())
+
+    def outer_waits(inside, outer_rank):
+        if inside.rank == 0:
+            meeting.wait(10)  # both ranks of the outer group wait now
+        inside.barrier(operation="test", timeout_s=10)
+        if outer_rank == 0:
+            devices.release(devices.choose(inside, None, 1, 10))
+
+    groups_of(2, then=inner)
+    assert sum(claim.num_sms for claim in mine) < 132
+
+
+def test_a_group_that_its_caller_has_given_up_still_holds_the_gpu():
+    """Its threads may go on; the caller is no longer one that only waits."""
+    claim, goes_on = devices.choose(single(), None, None, 10), threading.Event()
+
+    def program(comm):
+        devices.choose(comm, None, None, 10)
+        goes_on.wait(10)
+
+    with pytest.raises(TimeoutError, match="still running"):
+        run_threads(program, 2, (), 0.5, lambda rank: nullcontext())
+    with pytest.raises(StateError, match="one group of threads at a time"):
+        devices.choose(single(), None, None, 10)
+    goes_on.set()
+    devices.release(claim)
+
+
+@pytest.mark.timeout(20)
+def test_a_buffer_that_is_collected_while_claims_are_looked_at(monkeypatch):
+    """The garbage collector runs where it likes, also in the thread that has the lock."""
+    dropped, claims = devices.choose(single(), None, 1, 10), devices.claims
+    monkeypatch.setattr(devices, "claims", lambda device: (devices.release(dropped), claims(device))[1])
+    assert devices.claims(0) == []
+    devices.release(devices.choose(single(), None, 1, 10))

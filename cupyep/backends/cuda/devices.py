@@ -30,13 +30,13 @@ class Claim:
 
 
 _claims: list[Claim] = []
-_claims_lock = threading.Lock()
+_claims_lock = threading.RLock()  # a dropped Buffer may be collected, and release its claim, wherever we hold it
 
 
 def claims(device: int) -> list[Claim]:
     """What is taken of `device`. Threads that ended without closing their Buffer hold nothing."""
     alive = {thread.native_id for thread in threading.enumerate()}
-    return [claim for claim in _claims if claim.device == device and claim.threads <= alive]
+    return [claim for claim in tuple(_claims) if claim.device == device and claim.threads <= alive]
 
 
 def choose(comm: Communicator, device: int | None, num_sms: int | None, timeout_s: float | None) -> Claim:

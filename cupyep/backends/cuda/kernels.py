@@ -112,10 +112,11 @@ class Kernels:
         return self._by_shape[self._key(shape)]
 
     def load_low_latency(self, operation: abi.Operation, shape: LowLatencyShape) -> None:
-        """Makes `low_latency(operation, shape)` ready. StateError, after which the Buffer is as it was, if it is large."""
+        """Makes `low_latency(operation, shape)` ready. StateError if it takes too much: the Buffer is as it was."""
         chosen, name = plan.low_latency_plan(operation, shape, self._smem_limit), operation.verb
-        if chosen.smem_bytes > self._smem_limit:
-            expected = f"tokens, top-k and experts that take at most {self._smem_limit:,} bytes of shared memory"
+        most = self._smem_limit - plan.low_latency_static_bytes(self._num_ranks)
+        if chosen.smem_bytes > most:
+            expected = f"tokens, top-k and experts that take at most {most:,} bytes of shared memory"
             raise StateError(f"num_max_dispatch_tokens_per_rank: expected {expected} here, got {chosen.smem_bytes:,}")
         module = jit.load(jit.build(self._request(name, chosen.constants)))
         function = jit.function(module, name, chosen.smem_bytes)

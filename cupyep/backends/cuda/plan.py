@@ -166,6 +166,11 @@ def reduce_plan(hidden: int, local_dtype: Any, wire_dtype: Any) -> Plan:
     return Plan(constants, 256, 0)
 
 
+def low_latency_static_bytes(num_ranks: int) -> int:
+    """The most shared memory that LOW_LATENCY_* declare themselves."""
+    return _STATIC_BYTES + 16 * num_ranks
+
+
 def low_latency_plan(
     operation: abi.Operation, shape: LowLatencyShape, smem_limit: int, *, num_warps: int = 16, num_vecs: int = 2
 ) -> Plan:
@@ -173,16 +178,18 @@ def low_latency_plan(
 
     A share is `num_vecs` vectors for each lane, and as many groups of 16 values where rows are cast. Two CTAs must fit
     on an SM: a dispatch and a combine may be under way together on all of them, each waiting for its peers. So neither
-    takes more than half of the registers, and a combine, whose warps have rings of four shares in shared memory, not
-    more than half of that.
+    takes more than half of the registers, and a combine, whose warps have rings of up to four shares in shared memory,
+    not more than half of that, nor more than the dispatch of its shape leaves (a ring has one share at least).
     """
     num_topk, num_tokens = shape.num_topk, shape.max_tokens
     row_bytes = shape.hidden * shape.dtype.itemsize
     vec_bytes, wire_vec_bytes = math.gcd(row_bytes, 16), math.gcd(shape.wire_bytes, 16)
     vecs = math.ceil(shape.wire_bytes / (32 * wire_vec_bytes))  # for each lane to move a row
     slot_bytes = layout.align(num_vecs * 32 * vec_bytes + 20, max(vec_bytes, 8))
-    available = (smem_limit - 1024) // 2 - _STATIC_BYTES - 16 * shape.num_ranks
-    num_slots = max(2, min(4, available // (num_warps * slot_bytes)))
+    ids_bytes = 4 * (shape.num_experts + shape.num_ranks) * math.ceil(num_tokens / 32) + 2 * num_tokens * num_topk
+    both = smem_limit - 1024 - 2 * low_latency_static_bytes(shape.num_ranks)  # an SM has 1 KB more; a CTA costs 1
+    available = min(both // 2, both - ids_bytes)
+    num_slots = max(1, min(4, available // (num_warps * slot_bytes)))
     constants = {
         "kDType": int(checks.DTYPES[shape.dtype]),
         "kHidden": shape.hidden,
@@ -202,6 +209,5 @@ def low_latency_plan(
         "kThreads": num_warps * 32,
     }
     if operation == abi.Operation.LOW_LATENCY_DISPATCH:  # Ids; the receive half takes fewer
-        words = (shape.num_experts + shape.num_ranks) * math.ceil(num_tokens / 32)
-        return Plan(constants, num_warps * 32, 4 * words + 2 * num_tokens * num_topk)
+        return Plan(constants, num_warps * 32, ids_bytes)
     return Plan(constants, num_warps * 32, num_warps * num_slots * slot_bytes)
