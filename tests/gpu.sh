@@ -119,6 +119,7 @@ sanitize() {
 }
 
 threads="not (mpi or process)" processes="mpi or process"
+tma=(tests/cuda/test_tma_*.py)
 cuda=(tests/cuda --ignore=tests/cuda/test_compile.py --ignore-glob='*/test_tma_*')  # the former needs no GPU
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv,noheader
@@ -131,12 +132,11 @@ if [[ $mode != --sanitizer ]]; then
 fi
 case $mode in
   "")
-    CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 tests/multirank tests/misuse -k "$threads" > "$work/threads.log" 2>&1 &
+    CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 tests/multirank tests/misuse "${tma[@]}" -k "$threads" > "$work/threads.log" 2>&1 &
     CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 "${cuda[@]}" -k "$threads" -m "not alone" > "$work/cuda.log" 2>&1 &
     start_mps
     run 450 tests/multirank tests/misuse -k "$processes"
     run 400 "${cuda[@]}" -k "$processes" -m "not (no_mps or alone)"
-    run 300 tests/cuda/test_tma_*.py  # without peers; this lane is the first to end
     wait
     cat "$work/threads.log" "$work/cuda.log"
     run 100 "${cuda[@]}" -k "$processes" -m alone
