@@ -246,6 +246,8 @@ def fill(buffer: cupyep.Buffer) -> list[Any]:
 def child(function: Callable[..., Any], *args: Any, timeout_s: float = 60, is_fresh: bool = False) -> Any:
     """`function(*args)` in another process, which is ended when the time is over, or is_fresh, a new one."""
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # streams that share one wait for each other
+    if is_fresh:
+        launch.close_all()  # each process that waits holds as many of the GPU's channels
     return launch.mpi(1, _without_comm, function, args, timeout_s=timeout_s, is_fresh=is_fresh, env=env)[0]
 
 

@@ -164,7 +164,7 @@ def use_three_streams(comm):
 def test_processes_whose_streams_are_not_ordered():
     for (error, seconds), works in mpi(2, use_three_streams):
         assert type(error) is cupyep.PeerError and "two operations of one channel at once" in str(error), repr(error)
-        assert works and seconds < 5 * TIMEOUT_S
+        assert works and seconds < 15  # with all that a first call compiles; the Buffer's deadline is later
 
 
 def kill(comm):
