@@ -31,6 +31,7 @@ JOBS = {
     "vector": Job(_TWO, mover="vector", num_ctas=2),
     "vector3": Job(_THREE, mover="vector", rounds=2),
     "scales": Job(_TWO, num_ctas=1, kernels=("count", "push"), scale_bytes=40 * 16),  # more than a warp's vectors
+    "side warps": Job(_TWO, num_ctas=1, side_warps=2, kernels=("count", "push"), scale_bytes=40 * 16),
     "scales only": Job(_TWO, num_ctas=1, kernels=("count", "push"), scale_bytes=12, rows_only=True),
     "bias": Job(_THREE, num_bias=2),
     "short": Job(replace(_TWO, hidden=1096, dtype="float16", tokens=(3, 2)), num_ctas=1, chunks=2, consumers=2),
@@ -103,6 +104,8 @@ MUTANTS = [
            "    if (p.topk_idx != 0) push_scales(p, to);"),
     mutant("push: scales of the token before", "scales", SIDE, "from[static_cast<u64>(token) * kScaleVecs + vec]",
            "from[static_cast<u64>(token ? token - 1 : 0) * kScaleVecs + vec]"),
+    mutant("push: side warps walk the same tokens", "side warps", SIDE,
+           "(threadIdx.x / 32 - cfg::kWarps) * gridDim.x + blockIdx.x, size", "blockIdx.x, size"),
     mutant("pull: one addend only", "bias", GATHER, "for (u32 i = 0; i < 2; ++i) {", "for (u32 i = 0; i < 1; ++i) {"),
     mutant("pull: bias of the first row", "bias", GATHER, "add_bias<16>(p, place + at * 16, sums[j])",
            "add_bias<16>(p, at * 16, sums[j])"),

@@ -19,7 +19,7 @@ RUNS = {
     "two": Run(_TWO, rounds=3),
     "halves": Run(replace(_TWO, split=True), rounds=2, slots=2, overlap=True),
     "three": Run(_THREE, rounds=2),
-    "ahead": Run(replace(_TWO, travel=False), rounds=3, num_ctas=2, dispatches_only=True),
+    "ahead": Run(replace(_TWO, travel=False, case=replace(_TWO.case, tokens=(12, 12))), rounds=2, dispatches_only=True),
     "ctas": Run(replace(_THREE, case=replace(_THREE.case, tokens=(9, 8, 9))), num_ctas=3),
     "fp8": Run(Job(replace(_TWO.case, hidden=256), fp8="plain"), num_ctas=1),
     "round": Run(Job(replace(_TWO.case, hidden=512), fp8="ue8m0"), num_ctas=1),
@@ -28,10 +28,21 @@ RUNS = {
     "tardy": Run(replace(_TWO, travel=False), rounds=2, num_ctas=3, tardy=0, masks_on_timeout=True),
     "duplicates": Run(replace(_TWO, case=replace(_TWO.case, num_topk=4, routing="duplicates"))),
     "many": Run(replace(_TWO, case=replace(_TWO.case, tokens=(40, 37))), num_ctas=1),
+    "ring": Run(_TWO, num_ctas=1),  # a warp has more shares than its ring has slots
+    "terms": Run(replace(_TWO, case=replace(_TWO.case, hidden=16, num_topk=8, num_local_experts=4, tokens=(4, 4))),
+                 num_ctas=1),  # one share behind the other, and two lanes have all of it
+    "drains": Run(replace(_TWO, case=replace(_TWO.case, hidden=256, num_topk=1, tokens=(4, 4)))),  # one share a warp
+    "nowhere": Run(replace(_TWO, case=replace(_TWO.case, tokens=(2, 2), routing="nowhere"))),
 }
-LL, IDS, FP8, SYNC = (f"cupyep/{name}.cuh" for name in ("low_latency", "low_latency_ids", "fp8", "sync"))
+LL, IDS, FP8, RING, SYNC = (
+    f"cupyep/{name}.cuh" for name in ("low_latency", "low_latency_ids", "fp8", "share_ring", "sync"))
 DISPATCH, COMBINE = (f"kernels/low_latency_{verb}.cu" for verb in ("dispatch", "combine"))
 _PUBLISH = "ptx::st_release_sys(arrival_word(sync, peer, sync.rank, kind), word);"
+_DRAWN = "  if (threadIdx.x == 0) drawn = 0;\n"
+_ROWS_CAME = "if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows"
+_FROM = "  u8* from = region(p.sync, p.ll, p.sync.rank);\n"
+_TAKE = "    if (under_way_ == cfg::kSlots) take(next_, use);\n    else ++under_way_;\n"
+_COMMIT = "    ptx::cp_async_commit_group();\n"
 _RESET = "if (threadIdx.x == 0) ptx::st_relaxed_gpu(sent, 0u);"
 
 MUTANTS = [
@@ -54,7 +65,7 @@ MUTANTS = [
     mutant("consumed: not waited for (H7)", "ahead", LL, "operation, peer, epoch - 1, seen);",
            "operation, peer, epoch - 9, seen);", seed=4),
     mutant("leave: the first CTA tells", "ahead", LL, "if (!arrive_last(sync)) return;\n  const bool receives",
-           "if (arrive_last(sync) == (gridDim.x > 1)) return;\n  const bool receives", seed=28),
+           "if (arrive_last(sync) == (gridDim.x > 1)) return;\n  const bool receives", seed=4),
     mutant("leave: done word of a send half", "halves", LL, "ll.phases & cfg::kPhaseReceive;", "true;"),
     mutant("leave: arrivals of a send half not reset", "halves", LL,
            "if (threadIdx.x == 0) ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);", ";", seed=37),
@@ -69,11 +80,11 @@ MUTANTS = [
     mutant("late peers: nobody leaves", "absent", LL, "if (start == kLeave) return kLeft;"),
     # tables, of a CTA's threads, of peers and of the combine
     mutant("dispatch: begin read before it is there", "three", DISPATCH, "= num_rows[rank];\n  }\n  __syncthreads();",
-           "= num_rows[rank];\n  }"),
+           "= num_rows[rank];\n  }", seed=4),
     mutant("starts read before they are there", "three", LL, "    starts[rank] = sum;\n  }\n  __syncthreads();",
            "    starts[rank] = sum;\n  }"),
     mutant("combine: rows summed before they are there", "three", COMBINE,
-           "(p.tables.num_rows)[rank];\n  }\n  __syncthreads();", "(p.tables.num_rows)[rank];\n  }", seed=2),
+           "(p.tables.num_rows)[rank];\n  }\n  __syncthreads();", "(p.tables.num_rows)[rank];\n  }", seed=5),
     Mutant(
         "dispatch: counts sent behind the word that tells of them (H8)",
         "two",
@@ -103,8 +114,10 @@ MUTANTS = [
     mutant("dispatch: an expert listed twice counts twice", "duplicates", IDS, "atomicOr(ids.listing",
            "atomicAdd(ids.listing"),
     mutant("dispatch: a warp begins where another one ends", "many", LL, "least + min(warp, more);", "least;"),
-    mutant("dispatch: scales not fetched", "fp8", DISPATCH, "if (share.part != 0) return;\n  const u32* scales",
-           "return;\n  const u32* scales"),
+    mutant("dispatch: scales not fetched", "fp8", DISPATCH, "const u32* scales = reinterpret_cast<const u32*>(from",
+           "return;\n  const u32* scales = reinterpret_cast<const u32*>(from"),
+    mutant("dispatch: entries fetched for weights", "two", DISPATCH, "meta[1 + p.ll.num_topk + lane]",
+           "meta[1 + lane]"),
     mutant("dispatch: rows of earlier sources not counted", "two", DISPATCH,
            "begin[source * num_local + expert] = sum;", "begin[source * num_local + expert] = 0;"),
     mutant("dispatch: meta of the first token only", "two", DISPATCH, "if (lane == 0) to[0] = token;",
@@ -114,10 +127,46 @@ MUTANTS = [
     mutant("combine: weights of another column", "two", COMBINE, "share.weight, column)", "share.weight, 0)"),
     mutant("combine: place by rank instead of token", "two", COMBINE, "max_tokens + share.token;",
            "max_tokens + share.home;"),
-    mutant("combine: first rank left out", "two", COMBINE, "went & __ballot", "went & ~1u & __ballot"),
-    mutant("combine: second row added twice", "three", COMBINE, "add(first, even);", "add(first, odd);"),
-    mutant("shares: one used before it is there", "many", LL, "    use(even);\n", "    use(odd);\n"),
-    mutant("shares: the second next not loaded", "many", LL, "load(i + 2 * step, even);", "{}"),
+    mutant("combine: first rank left out", "two", COMBINE, "ours.ranks[word] & __ballot",
+           "ours.ranks[word] & ~1u & __ballot"),
+    # items that warps draw
+    mutant("items: counter not reset before the receive half", "ring", COMBINE, f"{_DRAWN}  {_ROWS_CAME}",
+           f"  {_ROWS_CAME}"),
+    mutant("items: every CTA draws those of the first", "two", LL, "turn, 0) * gridDim.x + blockIdx.x",
+           "turn, 0) * gridDim.x"),
+    mutant("items: the first not loaded", "ring", LL, "  if (i < end) load(i, next);\n  while", "  while"),
+    mutant("items: the next not loaded", "ring", LL, "    if (i < end) load(i, next);\n    use", "    use"),
+    mutant("items: the next used in place of this one", "ring", LL, "    use(item);", "    use(next);"),
+    # the ring of shares, and the sums that come out of it
+    mutant("ring: no wait for the oldest share", "ring", RING, "ptx::cp_async_wait_group<cfg::kSlots - 1>();"),
+    mutant("ring: the wait leaves a group too many", "ring", RING, "cp_async_wait_group<cfg::kSlots - 1>",
+           "cp_async_wait_group<cfg::kSlots>"),
+    mutant("ring: no commit", "ring", RING, "ptx::cp_async_commit_group();"),
+    mutant("ring: part noted before all lanes have read the last one", "terms", RING,
+           "__syncwarp();  // all lanes have read", "// all lanes have read", seed=2),
+    mutant("ring: part read before it is noted", "drains", RING, "__syncwarp();  // the note is there",
+           "// the note is there", seed=5),
+    mutant("ring: part not noted", "ring", RING, "if (threadIdx.x % 32 == 0) slot.part = part;"),
+    mutant("ring: note not written", "ring", RING, "write(slot.note);"),
+    mutant("ring: no way back to the first slot", "ring", RING, "next_ + 1 == cfg::kSlots ? 0 : next_ + 1",
+           "next_ + 1"),
+    mutant("ring: the newest share taken", "ring", RING, "take(next_, use);",
+           "take((next_ + cfg::kSlots - 1) % cfg::kSlots, use);"),
+    Mutant("ring: slot refilled before its share is used", "ring", (
+        (RING, _TAKE, ""), (RING, _COMMIT, f"{_COMMIT}{_TAKE}"))),
+    mutant("ring: warps have the same slots", "ring", RING, " + threadIdx.x / 32 * cfg::kSlots"),
+    mutant("ring: drain without a wait", "ring", RING, "ptx::cp_async_wait_group<0>();"),
+    mutant("ring: drain from the first slot on", "ring", RING, "u32 i = cfg::kSlots + next_ - under_way_;",
+           "u32 i = cfg::kSlots;"),
+    mutant("ring: no drain before the rows are published", "ring", COMBINE, "  sums.drain();\n  publish", "  publish"),
+    mutant("ring: no drain at the end", "ring", COMBINE, "  sums.drain();\n  return", "  return"),
+    mutant("sums: not begun anew", "ring", COMBINE, "for (float& sum : sums_[j]) sum = 0.0f;", ";"),
+    mutant("sums: weight left out", "ring", COMBINE, "batch[j], term.weight)", "batch[j], 1.0f)"),
+    mutant("sums: every row of an expert taken for the last", "ring", COMBINE, "left == 0 ? sum : nullptr", "sum"),
+    mutant("sums: every rank's row taken for the last", "ring", COMBINE,
+           "(left | behind[word + 1]) == 0 ? sum : nullptr", "sum"),
+    mutant("sums: nothing stored for a token that went nowhere", "nowhere", COMBINE,
+           "if (behind[0] == 0) sums.add_none(ours.part, sum);"),
     # the cast
     mutant("fp8: amax of 64 values", "fp8", DISPATCH, "distance < 8; distance *= 2", "distance < 4; distance *= 2"),
     mutant("fp8: scale rounded down", "round", FP8, "+ 0x7fffffu)", "+ 0u)"),
@@ -140,6 +189,23 @@ SURVIVORS = [
     # One warp stores a row's token, positions and weights, and a row without a token is not sent.
     mutant("combine: a torn row's positions used", "tardy", COMBINE, "share.position < num_positions",
            "share.position != kNone"),
+    # What is drawn twice is done twice, with the same results: this costs time only. That CTAs leave nothing out is in
+    # MUTANTS. And a warp that draws before the counter is reset draws what will be drawn again, or nothing.
+    mutant("items: every CTA draws all but the first ones", "drains", LL, "turn, 0) * gridDim.x + blockIdx.x",
+           "turn, 0) + blockIdx.x"),
+    Mutant("items: counter reset without a barrier behind it", "ring", (
+        (COMBINE, f"{_DRAWN}  {_ROWS_CAME}", f"  {_ROWS_CAME}"), (COMBINE, _FROM, f"{_DRAWN}{_FROM}"))),
+    # A row only comes where it has experts; where tables are in pieces, what a masked rank gets of them is undefined.
+    mutant("sums: nothing stored for a row without experts", "tardy", COMBINE,
+           "if (left == 0) sums.add_none(share.part, sum);"),
+    # Ranks above 31 have a word of their own, and no job here has so many.
+    mutant("sums: ranks of later words not looked for", "ring", COMBINE, "(left | behind[word + 1]) == 0",
+           "left == 0"),
+    # The word that counts rows is published behind them, and while shapes stay the same nobody else writes there: only
+    # a masked rank that still sends when its peers have gone on to another shape could.
+    mutant("dispatch: an expert of a region in pieces believed", "tardy", DISPATCH, " && expert < num_local"),
+    mutant("dispatch: a place of a region in pieces believed", "tardy", DISPATCH, "if (place < expert_rows) position",
+           "position"),
     # What a masked rank gets is undefined, so nobody looks; what it sends lands where its peers do not look either.
     mutant("publish: a masked rank is told of rows", "late", LL, "is_masked(ll, peer) ? 0 : counts", "counts"),
     mutant("consumed: rows for a peer that has gone on", "late", LL, "kCame && seen == epoch - 1;", "kCame;"),

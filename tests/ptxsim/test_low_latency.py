@@ -12,7 +12,7 @@ pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="PTX needs CuPy with
 
 from multirank.low_latency import Job
 
-from ptxsim import low_latency, mutants, mutants_low_latency
+from ptxsim import low_latency, mutants_low_latency
 from ptxsim.low_latency import Run
 
 SEEDS = range(int(os.environ.get("CUPYEP_PTXSIM_SEEDS", "5")))
@@ -97,13 +97,3 @@ def test_a_late_rank_that_lives_harms_nobody(masks_on_timeout: bool, begins: int
 def test_a_rank_that_comes_at_the_deadline(seed: int) -> None:
     """All CTAs of its peer either take its rows or mask it; what it makes of the tables that are left harms nobody."""
     low_latency.run(mutants_low_latency.RUNS["tardy"], seed)
-
-
-@pytest.mark.parametrize("mutant", mutants_low_latency.MUTANTS, ids=lambda mutant: mutant.name)
-def test_fault_is_seen(mutant: mutants_low_latency.Mutant) -> None:
-    mutants.check_seen(mutants_low_latency.symptom, mutant, 60)
-
-
-@pytest.mark.parametrize("mutant", mutants_low_latency.SURVIVORS, ids=lambda mutant: mutant.name)
-def test_limit_is_still_one(mutant: mutants_low_latency.Mutant) -> None:
-    assert mutants_low_latency.symptom(mutant, mutant.seed) is None, "seen now: move it to MUTANTS"
