@@ -35,7 +35,7 @@ ARCH = {"tma": "sm_90", "vector": "sm_80"}
 TIMEOUT_S = 1.0
 
 
-def small(chosen: plan.Plan, mover: str, chunks: int, consumers: int = 1, side_warps: int = 1) -> plan.Plan:
+def small(chosen: plan.Plan, mover: str, chunks: int, consumers: int = 1) -> plan.Plan:
     """A backend's plan with as few warps, stages and slots as its kernel allows, and rows cut into `chunks`."""
     c = dict(chosen.constants)
     tma = mover == "tma"
@@ -43,9 +43,8 @@ def small(chosen: plan.Plan, mover: str, chunks: int, consumers: int = 1, side_w
         c["kNumChunks"], c["kChunkBytes"] = chunks, layout.align(-(-c["kRowBytes"] // chunks), 16)
         c["kSlotBytes"] = layout.align(c["kChunkBytes"])
     if "kStages" in c:
-        threads = 32 * (2 + side_warps)
-        c |= {"kWarps": 2, "kStages": 2, "kSideWarps": side_warps, "kPushThreads": threads}
-        return plan.Plan(c, threads, 4 * (c["kSlotBytes"] + 8) if tma else 0)
+        c |= {"kWarps": 2, "kStages": 2, "kSideWarps": 1, "kPushThreads": 96}
+        return plan.Plan(c, 96, 4 * (c["kSlotBytes"] + 8) if tma else 0)
     c |= {"kRowsPerSlot": 1} if chunks > 1 else {}
     threads = 32 * (consumers + 2)  # with the loader and the warp of the weights
     c |= {"kGroups": 1, "kConsumerWarps": consumers, "kSlots": 2, "kPullThreads": threads}
@@ -63,7 +62,6 @@ class Job:
     rounds: int = 1
     chunks: int = 1
     consumers: int = 1  # warps of PULL that add
-    side_warps: int = 1  # of PUSH, beside those that move rows
     rows_only: bool = False  # ids and weights do not travel, as in a cached dispatch
     scale_bytes: int = 0  # of a token
     num_bias: int = 0  # addends of combine
@@ -150,9 +148,7 @@ class Rank:
         make, name = (plan.push_plan, "push") if shape.operation == Operation.PUSH else (plan.pull_plan, "pull")
         job = self.group.job
         chosen = make(shape, self.case.num_ranks, job.mover, 227 * 1024)
-        if not job.own_plan:
-            chosen = small(chosen, job.mover, job.chunks, job.consumers, job.side_warps)
-        return self.kernel(name, name, chosen)
+        return self.kernel(name, name, chosen if job.own_plan else small(chosen, job.mover, job.chunks, job.consumers))
 
     def fetch_pinned(self) -> None:
         self.pinned[:] = self.space.read(self.rank, self.pinned.ptr, (len(self.pinned),), np.uint8).tobytes()

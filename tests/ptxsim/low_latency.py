@@ -140,11 +140,12 @@ class Rank:
         return self.shape if operation == DISPATCH else self.combine_shape
 
     def kernel(self, operation: abi.Operation, shape: LowLatencyShape) -> Any:
-        run, verb = self.group.run, operation.verb
+        run = self.group.run
         chosen = plan.low_latency_plan(operation, shape, run.smem_bytes, num_warps=NUM_WARPS, num_vecs=run.num_vecs)
 
         def launch(num_ctas: int, call: Any, stream: Any) -> None:
-            code = program(verb, verb, ARCH[run.mover], shape.num_ranks, chosen.constants, run.patch)
+            name, constants = operation.verb, chosen.constants
+            code = program(name, name, ARCH[run.mover], shape.num_ranks, constants, run.patch)
             struct = ctypes.c_uint64.from_address(call.arguments).value
             self.space.write(self.rank, self.pinned.ptr, np.frombuffer(self.pinned, np.uint8))
             parameters = ctypes.string_at(struct, code.param_bytes)

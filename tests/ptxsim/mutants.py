@@ -31,7 +31,8 @@ JOBS = {
     "vector": Job(_TWO, mover="vector", num_ctas=2),
     "vector3": Job(_THREE, mover="vector", rounds=2),
     "scales": Job(_TWO, num_ctas=1, kernels=("count", "push"), scale_bytes=40 * 16),  # more than a warp's vectors
-    "side warps": Job(_TWO, num_ctas=1, side_warps=2, kernels=("count", "push"), scale_bytes=40 * 16),
+    "side warps": Job(replace(_TWO, hidden=8, tokens=(21, 3), num_topk=32, num_local_experts=16), num_ctas=1,
+                      own_plan=True, kernels=("count", "push")),  # which has two of them
     "scales only": Job(_TWO, num_ctas=1, kernels=("count", "push"), scale_bytes=12, rows_only=True),
     "bias": Job(_THREE, num_bias=2),
     "short": Job(replace(_TWO, hidden=1096, dtype="float16", tokens=(3, 2)), num_ctas=1, chunks=2, consumers=2),

@@ -34,8 +34,6 @@ JOBS = {
     "long odd rows": Job(case(hidden=131, dtype="float16", tokens=(3, 4)), "vector"),
     "rows only": Job(case(tokens=(9, 7)), num_ctas=1, rows_only=True),
     "scales": Job(case(tokens=(9, 7)), num_ctas=1, scale_bytes=40 * 16),
-    "two side warps": Job(case(tokens=(17, 3)), num_ctas=1, side_warps=2, scale_bytes=40 * 16,
-                          kernels=("count", "push")),
     "scales-vector": Job(case(num_ranks=3, tokens=(4, 0, 7)), "vector", scale_bytes=24),
     "odd scales, rows only": Job(case(tokens=(4, 5)), num_ctas=1, scale_bytes=37, rows_only=True),
     "fp8 rows": Job(case(hidden=2304, dtype="float16", tokens=(3, 2)), scale_bytes=36 * 4, kernels=("count", "push")),
