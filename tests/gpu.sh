@@ -133,12 +133,16 @@ fi
 case $mode in
   "")
     CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 tests/multirank tests/misuse "${tma[@]}" -k "$threads" > "$work/threads.log" 2>&1 &
+    lanes=($!)
     CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 "${cuda[@]}" -k "$threads" -m "not alone" > "$work/cuda.log" 2>&1 &
+    lanes+=($!)
+    while sleep 3; do nvidia-smi --query-gpu=memory.used --format=csv,noheader; done > "$work/memory.log" &
     start_mps
     run 450 tests/multirank tests/misuse -k "$processes"
     run 400 "${cuda[@]}" -k "$processes" -m "not (no_mps or alone)"
-    wait
+    wait "${lanes[@]}"
     cat "$work/threads.log" "$work/cuda.log"
+    echo "--- most memory in use: $(sort -n "$work/memory.log" | tail -n 1)"
     run 100 "${cuda[@]}" -k "$processes" -m alone
     stop_mps
     run 60 "${cuda[@]}" -m no_mps
