@@ -36,7 +36,7 @@ def main(job: Path, parent: int) -> None:
             if not Path(f"/proc/{parent}").exists():  # nobody else clears up
                 return shutil.rmtree(job, ignore_errors=True)
             time.sleep(pause_s)
-            pause_s = min(0.03, pause_s * 1.05)  # two dozen ranks may wait for long, beside others that are timed
+            pause_s = min(0.1, pause_s * 1.05)  # two dozen ranks may wait for long, beside others that are timed
         run(MPI.COMM_WORLD, folder)
 
 
