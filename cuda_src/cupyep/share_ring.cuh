@@ -7,12 +7,10 @@
 
 namespace cupyep {
 
-// Shares of rows of kRowBytes, in vectors of kBytes. A Note goes with each, to tell at its end what it was for.
-template <int kBytes, u32 kRowBytes, class Note>
+// Shares of rows of kRowBytes. A Note goes with each, to tell at its end what it was for.
+template <class Note>
 class ShareRing {
  public:
-  using Vector = VecOf<kBytes>;
-
   // All threads of the CTA, with the same `smem`; every warp takes its own part.
   __device__ __forceinline__ explicit ShareRing(u8* smem) : slots_(reinterpret_cast<Slot*>(smem) + threadIdx.x / 32 * cfg::kSlots) {}
 
@@ -26,7 +24,8 @@ class ShareRing {
     __syncwarp();  // all lanes have read the slot's last note
     if (threadIdx.x % 32 == 0) slot.part = part;
     write(slot.note);
-    each_vector<kBytes, kRowBytes>(part, [&](u32 j, u32 at) { copy(&slot.batch[j][threadIdx.x % 32], row + at * kBytes); });
+    each_vector<cfg::kVecBytes, cfg::kRowBytes>(
+        part, [&](u32 j, u32 at) { copy(&slot.batch[j][threadIdx.x % 32], row + at * cfg::kVecBytes); });
     ptx::cp_async_commit_group();
     next_ = next_ + 1 == cfg::kSlots ? 0 : next_ + 1;
   }
@@ -42,7 +41,7 @@ class ShareRing {
 
  private:
   struct Slot {
-    Vector batch[kBatch][32];
+    Vec batch[kBatch][32];
     Note note;
     u32 part;
   };
@@ -55,15 +54,15 @@ class ShareRing {
     ptx::cp_async_wait_group<cfg::kSlots - 1>();
     __syncwarp();  // the note is there for all lanes; the vectors are each lane's own
     const u32 part = slot.part;
-    Vector batch[kBatch];
-    each_vector<kBytes, kRowBytes>(part, [&](u32 j, u32) { batch[j] = slot.batch[j][threadIdx.x % 32]; });
+    Vec batch[kBatch];
+    each_vector<cfg::kVecBytes, cfg::kRowBytes>(part, [&](u32 j, u32) { batch[j] = slot.batch[j][threadIdx.x % 32]; });
     use(slot.note, part, batch);
   }
 
-  __device__ __forceinline__ static void copy(Vector* to, const u8* from) {
-    if constexpr (kBytes == 16) ptx::cp_async_cg_16_l2_cache_hint(to, from, ptx::createpolicy_fractional_evict_first());
-    else if constexpr (kBytes >= 4) ptx::cp_async_ca<kBytes>(to, from);
-    else *to = *reinterpret_cast<const Vector*>(from);  // too narrow to be copied asynchronously
+  __device__ __forceinline__ static void copy(Vec* to, const u8* from) {
+    if constexpr (cfg::kVecBytes == 16) ptx::cp_async_cg_16_l2_cache_hint(to, from, ptx::createpolicy_fractional_evict_first());
+    else if constexpr (cfg::kVecBytes >= 4) ptx::cp_async_ca<cfg::kVecBytes>(to, from);
+    else *to = *reinterpret_cast<const Vec*>(from);  // too narrow to be copied asynchronously
   }
 
   Slot* slots_;

@@ -67,7 +67,7 @@ class Sums {
     store_part<cfg::kVecBytes, cfg::kRowBytes>(result, term.sum, part);
   }
 
-  ShareRing<cfg::kVecBytes, cfg::kRowBytes, Term> ring_;
+  ShareRing<Term> ring_;
   float sums_[kBatch][kPerVec] = {};
 };
 

@@ -22,6 +22,8 @@ from cupyep.backends.low_latency_shape import COMBINE, DISPATCH, LowLatencyShape
 from cupyep.backends.shapes import Shape
 from cupyep.layout import RowLayout
 
+SMEM_LIMIT = 227 * 1024  # bytes that a CTA may have on sm_90
+
 
 def requests(architecture: str) -> set[jit.Request]:
     """Count, barrier, push and pull of every case, with both movers."""
@@ -36,7 +38,7 @@ def requests(architecture: str) -> set[jit.Request]:
             shape = Shape(operation, case.hidden, dtype, RowLayout(case.hidden * dtype.itemsize))
             capability = int(architecture.removeprefix("sm_"))
             for mover in {plan.mover_of(shape.rows.row_bytes, "auto", capability), "vector"}:
-                constants = make(shape, num_ranks, mover, 227 * 1024).constants
+                constants = make(shape, num_ranks, mover, SMEM_LIMIT).constants
                 found.add(jit.Request(name, architecture, plan.prelude(num_ranks, constants)))
     return found
 
@@ -50,7 +52,7 @@ def low_latency_requests(architecture: str) -> set[jit.Request]:
         for num_ranks in (1, 2, 3, 4):
             sizes = (num_ranks, job.max_tokens, case.hidden, dtype, case.num_topk, case.num_experts)
             for operation, shape in ((DISPATCH, LowLatencyShape(*sizes, *casts)), (COMBINE, LowLatencyShape(*sizes))):
-                constants = plan.low_latency_plan(operation, shape, 227 * 1024).constants
+                constants = plan.low_latency_plan(operation, shape, SMEM_LIMIT).constants
                 found.add(jit.Request(operation.verb, architecture, plan.prelude(num_ranks, constants)))
     return found
 
