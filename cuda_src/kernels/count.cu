@@ -8,54 +8,78 @@
 //         to the host: rows from each rank, listings of our experts, most tokens of any rank, a bad id, and the first
 //         rank that would get more rows than the capacity it has posted
 //   sync  post (H8 / H5); no done word: counts are double-buffered and every rank waits for all
-//   moves num_tokens * num_topk ids twice from L2, ranks + experts words to each peer
+//   moves num_tokens * num_topk ids from L2, the order twice, ranks + experts words to each peer
 //
-// Each warp owns a contiguous stretch of tokens. It counts it once; a scan over warps gives its first place for every
-// rank; on the second pass ballots number the tokens of a warp's 32 lanes.
+// Each warp owns a contiguous stretch of tokens. It counts it once and leaves each token's ranks where its places will be;
+// a scan over warps gives its first place for every rank; on the second pass ballots number its tokens.
 #include <cupyep/sync.cuh>
 
 using namespace cupyep;
+using u16 = unsigned short;
 
-constexpr u32 kWarps = 32;
+constexpr u32 kAll = ~0u, kNone = ~0u, kWarps = 32;
 constexpr u32 kGroups = (cfg::kNumRanks + 31) / 32;  // of 32 ranks: one word of a lane's rank mask each
+constexpr u32 kLoads = 8;                            // of a lane, under way together: a warp takes so many times 32 ids
+constexpr u32 kScratchWords = cfg::kNumRanks < 16 * kLoads ? 16 * kLoads : cfg::kNumRanks;
+constexpr u16 kNoRank = 0xffff;
 
 struct RankMask {
   u32 words[kGroups];
 };
 
-__device__ __forceinline__ long long id_at(const CountParams& p, u64 at) {
-  return p.post.flags & cfg::kFlagIdx64 ? reinterpret_cast<const long long*>(p.topk_idx)[at]
-                                        : reinterpret_cast<const int*>(p.topk_idx)[at];
+constexpr u32 kPlaces = cfg::kNumRanks % 4 == 0 ? 4 : cfg::kNumRanks % 2 == 0 ? 2 : 1;  // stored at once
+
+struct alignas(4 * kPlaces) Places {
+  int of[kPlaces];
+};
+
+// ids[j] = from[j * 32 + lane] of `count`; past the end the last one, as loads without conditions are under way together.
+template <class Id>
+__device__ __forceinline__ void load_ids(long long* ids, const Id* from, u32 count) {
+#pragma unroll
+  for (u32 j = 0; j < kLoads; ++j) ids[j] = from[min(j * 32 + threadIdx.x % 32, count - 1)];
 }
 
-// The ranks that own an expert of token `token`. Ids outside [-1, experts) count as -1; where the first is, is noted.
-__device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u32 num_local, u32* histogram, u64* bad_at) {
-  RankMask mask = {};
-  for (u32 k = 0; k < p.post.num_topk; ++k) {
-    const u64 at = static_cast<u64>(token) * p.post.num_topk + k;
-    const long long id = id_at(p, at);
-    if (id >= 0 && id < p.post.num_experts) {
-      const u32 rank = static_cast<u32>(id) / num_local;
+// All lanes: the ranks that own an expert of this lane's token, of `num_tokens` from `token` on. Their ids are loaded as
+// they lie and change lanes in `ranks`. Ids outside [-1, experts) count as -1; where the first is, is noted.
+__device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u32 num_tokens, u16* ranks, u32* histogram, u64* bad_at) {
+  const u32 lane = threadIdx.x % 32, num_topk = p.post.num_topk, num_local = p.post.num_experts / cfg::kNumRanks;
+  const u32 count = num_tokens * num_topk;
+  const u64 first = static_cast<u64>(token) * num_topk;
+  long long ids[kLoads];
+  if (p.post.flags & cfg::kFlagIdx64) load_ids(ids, reinterpret_cast<const long long*>(p.topk_idx) + first, count);
+  else load_ids(ids, reinterpret_cast<const int*>(p.topk_idx) + first, count);
+  u32 bad = kNone;
+  __syncwarp();  // all lanes have read the ranks of the tokens before
 #pragma unroll
-      for (u32 group = 0; group < kGroups; ++group) {
-        mask.words[group] |= rank / 32 == group ? 1u << (rank % 32) : 0u;
-      }
-      if (histogram != nullptr) atomicAdd(histogram + id, 1u);
-    } else if (id != -1 && bad_at != nullptr) {
-      atomicMin(bad_at, at);
-    }
+  for (u32 j = 0; j < kLoads; ++j) {
+    const u32 i = j * 32 + lane;
+    if (i >= count) break;
+    const bool is_expert = static_cast<u64>(ids[j]) < p.post.num_experts;
+    ranks[i] = is_expert ? static_cast<u32>(ids[j]) / num_local : kNoRank;
+    if (is_expert) atomicAdd(histogram + ids[j], 1u);
+    else if (ids[j] != -1) bad = min(bad, i);
+  }
+  if (bad != kNone) atomicMin(bad_at, first + bad);
+  __syncwarp();
+  RankMask mask = {};
+  for (u32 k = 0; k < num_topk && lane < num_tokens; ++k) {
+    const u32 rank = ranks[lane * num_topk + k];
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) mask.words[group] |= rank / 32 == group ? 1u << rank % 32 : 0;
   }
   return mask;
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_constant__ CountParams p) {
   extern __shared__ u32 histogram[];  // [experts]
-  __shared__ u32 warp_start[kWarps][cfg::kNumRanks];
+  __shared__ u32 scratch[kWarps][kScratchWords];  // a warp's ranks of ids; then its first place for every rank
   __shared__ u32 totals[cfg::kNumRanks];
   __shared__ u64 bad_at;
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 num_tokens = p.post.num_tokens, num_experts = p.post.num_experts, num_local = num_experts / cfg::kNumRanks;
-  const u32 stretch = (num_tokens + kWarps * 32 - 1) / (kWarps * 32) * 32;
+  const u32 step = min(32u, 32 * kLoads / p.post.num_topk);  // tokens that a warp takes at once
+  const u32 stretch = (num_tokens + kWarps * step - 1) / (kWarps * step) * step;
   const u32 first = min(warp * stretch, num_tokens), last = min(first + stretch, num_tokens);
   const u32 epoch = begin(p.sync, cfg::kOperationCount);
 
@@ -63,30 +87,38 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   if (threadIdx.x == 0) bad_at = ~0ull;
   __syncthreads();
 
-  // First pass: rows of this warp's stretch for each rank (in lane rank % 32), listings of each expert.
-  u32 rows[kGroups] = {};
-  for (u32 token = first; token < last; token += 32) {
-    RankMask mask = {};
-    if (token + lane < last) mask = ranks_of(p, token + lane, num_local, histogram, &bad_at);
+  // First pass: each token's ranks; in lane rank % 32, tokens of this warp for each rank; listings of each expert.
+  u32 places[kGroups] = {};
+  for (u32 token = first; token < last; token += step) {
+    const u32 taken = min(step, last - token);
+    const RankMask mask = ranks_of(p, token, taken, reinterpret_cast<u16*>(scratch[warp]), histogram, &bad_at);
+    u32* order = reinterpret_cast<u32*>(p.order) + static_cast<u64>(token + lane) * cfg::kNumRanks;
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) {
+      if (lane < taken) order[group] = mask.words[group];
+    }
 #pragma unroll
     for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
-      const u32 ballot = __ballot_sync(~0u, mask.words[rank / 32] >> (rank % 32) & 1);
-      if (lane == rank % 32) rows[rank / 32] += __popc(ballot);
+      const u32 ballot = __ballot_sync(kAll, mask.words[rank / 32] >> (rank % 32) & 1);
+      if (lane == rank % 32) places[rank / 32] += __popc(ballot);
     }
   }
+  __syncwarp();  // all lanes have read the last ranks
 #pragma unroll
   for (u32 group = 0; group < kGroups; ++group) {
-    if (group * 32 + lane < cfg::kNumRanks) warp_start[warp][group * 32 + lane] = rows[group];
+    if (group * 32 + lane < cfg::kNumRanks) scratch[warp][group * 32 + lane] = places[group];
   }
   __syncthreads();
-  for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
-    u32 sum = 0;
-    for (u32 w = 0; w < kWarps; ++w) {
-      const u32 mine = warp_start[w][rank];
-      warp_start[w][rank] = sum;
-      sum += mine;
+  for (u32 rank = warp; rank < cfg::kNumRanks; rank += kWarps) {  // lane w: warp w's
+    const u32 mine = scratch[lane][rank];
+    u32 sum = mine;
+#pragma unroll
+    for (u32 distance = 1; distance < 32; distance *= 2) {
+      const u32 before = __shfl_up_sync(kAll, sum, distance);
+      if (lane >= distance) sum += before;
     }
-    totals[rank] = sum;
+    scratch[lane][rank] = sum - mine;
+    if (lane == 31) totals[rank] = sum;
   }
   __syncthreads();
 
@@ -102,19 +134,30 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   post(p.sync, p.post, epoch);
 
   // Second pass, while the peers' posts are under way: every token's place.
-  for (u32 token = first; token < last; token += 32) {
-    RankMask mask = {};
-    if (token + lane < last) mask = ranks_of(p, token + lane, num_local, nullptr, nullptr);
-    int* order = reinterpret_cast<int*>(p.order) + static_cast<u64>(token + lane) * cfg::kNumRanks;
 #pragma unroll
-    for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
-      const bool goes = mask.words[rank / 32] >> (rank % 32) & 1;
-      const u32 ballot = __ballot_sync(~0u, goes);
-      const u32 place = warp_start[warp][rank] + __popc(ballot & ((1u << lane) - 1));
-      if (token + lane < last) order[rank] = goes ? static_cast<int>(place) : -1;
-      __syncwarp();
-      if (lane == 0) warp_start[warp][rank] += __popc(ballot);
-      __syncwarp();
+  for (u32 group = 0; group < kGroups; ++group) {
+    if (group * 32 + lane < cfg::kNumRanks) places[group] = scratch[warp][group * 32 + lane];
+  }
+  for (u32 token = first; token < last; token += step) {
+    const bool is_ours = lane < min(step, last - token);
+    u32* order = reinterpret_cast<u32*>(p.order) + static_cast<u64>(token + lane) * cfg::kNumRanks;
+    RankMask mask = {};
+#pragma unroll
+    for (u32 group = 0; group < kGroups; ++group) {
+      if (is_ours) mask.words[group] = order[group];
+    }
+#pragma unroll
+    for (u32 rank = 0; rank < cfg::kNumRanks; rank += kPlaces) {
+      Places to;
+#pragma unroll
+      for (u32 i = 0; i < kPlaces; ++i) {
+        const u32 group = (rank + i) / 32, bit = (rank + i) % 32;
+        const bool goes = mask.words[group] >> bit & 1;
+        const u32 ballot = __ballot_sync(kAll, goes), start = __shfl_sync(kAll, places[group], bit);
+        to.of[i] = goes ? static_cast<int>(start + __popc(ballot & ((1u << lane) - 1))) : -1;
+        if (lane == bit) places[group] += __popc(ballot);
+      }
+      if (is_ours) reinterpret_cast<Places*>(order)[rank / kPlaces] = to;
     }
   }
 
@@ -175,7 +218,11 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
     routing->skip = verdict != cfg::kVerdictDone;
     HostRecord* host = reinterpret_cast<HostRecord*>(record);
     host->most_tokens = most_tokens;
-    if (bad_at != ~0ull) host->has_bad_id = 1, host->bad_id = id_at(p, bad_at);  // the host clears it: replays of a graph add up
+    if (bad_at != ~0ull) {  // the host clears it: replays of a graph add up
+      host->has_bad_id = 1;
+      host->bad_id = p.post.flags & cfg::kFlagIdx64 ? reinterpret_cast<const long long*>(p.topk_idx)[bad_at]
+                                                    : reinterpret_cast<const int*>(p.topk_idx)[bad_at];
+    }
     host->failed_rank = failed_rank;
     host->failed_rows = failed_rows;
   }

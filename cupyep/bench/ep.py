@@ -41,6 +41,8 @@ class Line:
 LINES = (
     Line("dispatch", "kernel", "push", model.dispatch_time, "push_ceiling"),
     Line("combine", "kernel", "pull", model.combine_time, "pull_ceiling"),
+    Line("count", "kernel", "count"),
+    Line("dispatch, count and push", "kernel", "count_and_push"),
     Line("barrier", "kernel", "barrier"),
     Line("dispatch", "API", "call_dispatch"),
     Line("dispatch, cached", "API", "call_cached_dispatch"),

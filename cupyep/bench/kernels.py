@@ -8,6 +8,7 @@ import cupy
 import numpy as np
 
 from cupyep import abi
+from cupyep.backends.base import Form
 from cupyep.backends.shapes import Outputs, Tokens
 from cupyep.bench.cases import VERBS
 from cupyep.bench.ceilings import Probe
@@ -48,6 +49,15 @@ class CudaRank(GpuRank, Rank):
     def push(self, num_sms: int) -> None:
         with self.device:
             self.launcher.push(self._push_shape, self.sent.handle.routing, self._tokens, self._into, num_sms)
+
+    def count(self, num_sms: int) -> None:
+        routing = self.sent.handle.routing
+        with self.device:
+            self.launcher.count(self._push_shape, routing, self.topk_idx, self.case.num_tokens, 0, Form())
+
+    def count_and_push(self, num_sms: int) -> None:
+        self.count(num_sms)
+        self.push(num_sms)
 
     def pull(self, num_sms: int) -> None:
         out, out_weights, _ = self.combined

@@ -10,7 +10,7 @@ from cupyep.bench.world import World
 
 KERNELS_IN_GRAPH = 20
 LAUNCH_S = 30e-6  # what one launch from Python takes at most, about: 21 to 25 us were seen
-IN_GRAPH_IF_SHORT = ("push", "pull", "push_ceiling", "pull_ceiling")
+IN_GRAPH_IF_SHORT = ("count", "count_and_push", "push", "pull", "push_ceiling", "pull_ceiling")
 
 
 def time_of(world: World, ranks: list[Any], action: str, sms: int | None, scope: str, calls: int) -> Timing:

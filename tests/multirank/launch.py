@@ -3,8 +3,8 @@
 Both return the ranks' results in order. The parent of an MPI job never imports MPI: it starts mpiexec in a process
 group of its own, waits with a deadline, and kills the group when that passes: a test fails instead of hanging.
 
-An MPI job takes seconds to start, so its ranks wait for the next function: a few jobs are kept, by what they were
-started with. One that fails, or may lose ranks, is never used again.
+An MPI job takes seconds to start, so its ranks wait for the next function: a few jobs of one environment are kept. One
+that fails, or may lose ranks, is never used again.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ def mpi(
     if alike:
         _kept.remove(job := alike[0])
     else:
+        for job in [job for job in _kept if job.environment != environment]:  # hardly of use again, but each holds channels
+            _kept.remove(job)  # of the GPU, and too many of them leave none for others
+            job.close()
         job = MpiJob(num_ranks, environment, may_lose_ranks)
     try:
         results = job.run(function, args, timeout_s)

@@ -37,6 +37,8 @@ JOBS = {
     "bias": Job(_THREE, num_bias=2),
     "short": Job(replace(_TWO, hidden=1096, dtype="float16", tokens=(3, 2)), num_ctas=1, chunks=2, consumers=2),
     "many": Job(replace(_TWO, hidden=8, tokens=(1100, 30)), kernels=("count",)),  # more than COUNT has threads
+    "listings": Job(replace(_TWO, hidden=8, num_local_experts=40), kernels=("count",)),  # cleared by three warps
+    "wide": Job(replace(_TWO, hidden=8, tokens=(70, 33), num_topk=11, num_local_experts=8), kernels=("count",)),
     "count": Job(replace(_THREE, hidden=8), kernels=("count",), rounds=3),  # nothing else keeps ranks together
     "absent": Job(_THREE, absent=(1, "push")),
     "stalled": Job(_TWO, stalled=(1, "push")),
@@ -124,14 +126,14 @@ MUTANTS = [
            "ptx::cp_async_bulk_wait_group_read<0>();"),
     mutant("push: no drain", "push", PUSH, "mover.drain();"),
     mutant("push: drain leaves one group", "push", MOVER, "ptx::cp_async_bulk_wait_group<0>();",
-           "ptx::cp_async_bulk_wait_group<1>();"),
+           "ptx::cp_async_bulk_wait_group<1>();", seed=1),
     mutant("push: no commit", "push", MOVER, "ptx::cp_async_bulk_commit_group();"),
     mutant("push: slot refilled unread", "push", MOVER, "ptx::cp_async_bulk_wait_group_read<1>();"),
     mutant("push: slot refilled a group early", "push", MOVER, "ptx::cp_async_bulk_wait_group_read<1>();",
            "ptx::cp_async_bulk_wait_group_read<2>();"),
     mutant("push: lane 0 refills before the other lanes' stores have read", "rows", MOVER,
            "ptx::cp_async_bulk_wait_group_read<1>();\n      __syncwarp();",
-           "ptx::cp_async_bulk_wait_group_read<1>();", seed=60),
+           "ptx::cp_async_bulk_wait_group_read<1>();", seed=14),
     mutant("push: no fence after mbarrier.init (H6)", "push", MOVER, "ptx::fence_mbarrier_init_release_cluster();"),
     mutant("push: drain without the loads under way", "stalled", MOVER, "for (; waited_ < issued_; ++waited_) {",
            "for (; false;) {", seed=1),
@@ -140,7 +142,7 @@ MUTANTS = [
     mutant("push: base of the rank left out", "three", PUSH, "places.order[group] + static_cast<int>(to.base[rank])",
            "places.order[group]"),
     mutant("push: destinations read before the barrier", "push", PUSH, "__syncthreads();\n\n  bool leave",
-           "bool leave", seed=0),
+           "bool leave", seed=4),
     mutant("push: weights of experts elsewhere travel", "push", SIDE, "here ? weights[j] : 0.0f", "weights[j]"),
     # PULL through the rings
     mutant("pull: no wait for the load (H1)", "ring", GATHER, "wait(full + slot * 8, phase);"),
@@ -159,7 +161,7 @@ MUTANTS = [
            "ptx::fence_proxy_async_shared_cta();"),
     mutant("pull: slot given back before all lanes have read", "ring", GATHER,
            "ptx::fence_proxy_async_shared_cta();\n            __syncwarp();",
-           "ptx::fence_proxy_async_shared_cta();", seed=9),
+           "ptx::fence_proxy_async_shared_cta();", seed=1),
     mutant("pull: no fence after mbarrier.init (H6)", "ring", GATHER, "ptx::fence_mbarrier_init_release_cluster();"),
     mutant("pull: no kind", "sparse", GATHER,
            "kind_[slot] = num_left == 0 ? num_rows | kLast : num_rows;", ""),
@@ -179,7 +181,7 @@ MUTANTS = [
     mutant("pull: says done before it has read (no done word)", "ctas", PULL,
            "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done", seed=1),
     mutant("pull: a CTA leaves without arriving", "ctas", PULL, "if (!arrive_last(p.sync)) return;",
-           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;"),
+           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=1),
     # the handshake
     mutant("post: release turned relaxed (H8)", "three", SYNC, "ptx::st_release_sys(slot + kPostEpochWord, epoch);",
            "ptx::st_relaxed_sys(slot + kPostEpochWord, epoch);"),
@@ -207,8 +209,7 @@ MUTANTS = [
            "complete &= wait_word(sync, done_word(sync, sync.rank, peer), epoch, operation, peer);"),
     mutant("end: epoch does not advance", "three", SYNC, "ptx::st_relaxed_gpu(&state->epoch, epoch);"),
     mutant("end: arrivals are not reset", "three", SYNC, "ptx::st_relaxed_gpu(&state->arrived, 0u);"),
-    mutant("posts: one slot instead of two", "three", SYNC, "+ (epoch & 1) * cfg::kNumRanks + sender;", "+ sender;",
-           seed=2),
+    mutant("posts: one slot instead of two", "three", SYNC, "+ (epoch & 1) * cfg::kNumRanks + sender;", "+ sender;"),
     # leaving
     mutant("deadline never checked", "absent", SYNC, "sync.timeout_ns == 0 || now - start < sync.timeout_ns",
            "now >= start"),
@@ -216,25 +217,33 @@ MUTANTS = [
            "for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) ptx::st_release_sys(abort_word(sync, rank), verdict);"),
     mutant("abort names the wrong peer", "absent", SYNC, "static_cast<u64>(peer) << 32",
            "static_cast<u64>(sync.rank) << 32"),
-    mutant("abort: every rank keeps its own record", "absent", SYNC, "first == 0 ? record : first", "record", seed=46),
+    mutant("abort: every rank keeps its own record", "absent", SYNC, "first == 0 ? record : first", "record", seed=2),
     mutant("done: told by a rank that has left", "stalled", SYNC, "if (__syncthreads_or(aborted(sync))) return false;",
-           seed=55),
+           seed=105),
     # COUNT and the vector mover
     mutant("count: places start anew every 32 tokens", "many", COUNT,
-           "if (lane == 0) warp_start[warp][rank] += __popc(ballot);"),
-    mutant("count: rows of the last 32 tokens only", "many", COUNT, "rows[rank / 32] += __popc(ballot);",
-           "rows[rank / 32] = __popc(ballot);"),
+           "if (lane == bit) places[group] += __popc(ballot);"),
+    mutant("count: rows of the last 32 tokens only", "many", COUNT, "places[rank / 32] += __popc(ballot);",
+           "places[rank / 32] = __popc(ballot);"),
     Mutant("count: one table of counts instead of two", "count", (
         (COUNT, "((epoch & 1) * cfg::kNumRanks + p.sync.rank) * cfg::kCountsWords", "p.sync.rank * cfg::kCountsWords"),
         (COUNT, "(epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;", "0;")), seed=3),
     Mutant("count: posted before the counts are there (H8)", "count", (
         (COUNT, "  post(p.sync, p.post, epoch);\n\n  // Second", "  // Second"),
         (COUNT, "  // Counts to every peer", "  post(p.sync, p.post, epoch);\n  // Counts to every peer"))),
-    mutant("count: histogram cleared without a barrier", "counts", COUNT,
+    mutant("count: histogram cleared without a barrier", "listings", COUNT,
            "if (threadIdx.x == 0) bad_at = ~0ull;\n  __syncthreads();",
-           "if (threadIdx.x == 0) bad_at = ~0ull;", seed=1),
+           "if (threadIdx.x == 0) bad_at = ~0ull;", seed=4),
     mutant("count: scan without a barrier before it", "counts", COUNT,
-           "= rows[group];\n  }\n  __syncthreads();", "= rows[group];\n  }", seed=4),
+           "= places[group];\n  }\n  __syncthreads();", "= places[group];\n  }", seed=4),
+    mutant("count: counts published before the scan is done", "counts", COUNT,
+           "totals[rank] = sum;\n  }\n  __syncthreads();", "totals[rank] = sum;\n  }", seed=4),
+    mutant("count: a scan that adds the lanes below anew", "counts", COUNT, "if (lane >= distance) sum", "sum"),
+    mutant("count: ranks read before all lanes have written them", "many", COUNT,
+           "  __syncwarp();\n  RankMask mask = {};", "  RankMask mask = {};", seed=2),
+    mutant("count: ids past a warp's share", "counts", COUNT, "if (i >= count) break;"),
+    mutant("count: a warp takes 32 tokens though they have too many ids", "wide", COUNT,
+           "min(32u, 32 * kLoads / p.post.num_topk)", "32u"),
     mutant("vector push: done relaxed (H8)", "vector", SYNC, _TELL,
            _TELL.replace("release", "relaxed")),
     mutant("vector push: CTAs arrive relaxed (H9)", "vector", LD_ST, "atom.acq_rel.gpu.global.add.u32 %0",
@@ -249,9 +258,11 @@ SURVIVORS = [
     mutant("push: goes on after an abort", "stalled", PUSH, "stop = aborted(p.sync);", "stop = false;"),
     # Every rank then waits for its own deadline, and finds the first one's record: the same end, later.
     mutant("abort word not looked at", "absent", SYNC, "if (aborted(sync)) return kLeave;"),
-    # Up to 32 ranks the threads that scan are the ones that publish, and the barrier in post() covers the second pass.
-    mutant("count: counts published before the scan is done", "counts", COUNT,
-           "totals[rank] = sum;\n  }\n  __syncthreads();", "totals[rank] = sum;\n  }"),
+    # The ballots in between use what was read, but a ballot orders no memory: the barriers are for the memory model.
+    mutant("count: ranks overwritten before all lanes have read them", "many", COUNT,
+           "  __syncwarp();  // all lanes have read the ranks of the tokens before\n"),
+    mutant("count: ranks overwritten by the sums of a warp", "counts", COUNT,
+           "  __syncwarp();  // all lanes have read the last ranks\n"),
     # A bulk store is written after it was issued, so an early one (H7) would need a past that the model does not keep.
     mutant("push: no proxy fence before stores to a peer (H7)", "push", SYNC, "ptx::fence_proxy_async();"),
     # A revoked post only hastens the end: who takes it for a ready one moves rows into blocks that are not used again,
@@ -271,7 +282,4 @@ SURVIVORS = [
     # 128 schedules of a job with duplicates, and never in these.
     mutant("pull: lanes of the loader leave the empty wait apart", "ring", GATHER,
            "    wait(barrier, phase);\n    __syncwarp();", "    wait(barrier, phase);"),
-    # Lanes part where a burst begins, and none begins between the vote and the read behind it.
-    mutant("count: lanes read a start that lane 0 has moved on", "counts", COUNT,
-           "static_cast<int>(place) : -1;\n      __syncwarp();", "static_cast<int>(place) : -1;"),
 ]
