@@ -21,7 +21,6 @@ constexpr u32 kAll = ~0u, kNone = ~0u, kWarps = 32;
 constexpr u32 kGroups = (cfg::kNumRanks + 31) / 32;  // of 32 ranks: one word of a lane's rank mask each
 constexpr u32 kLoads = 8;                            // of a lane, under way together: a warp takes so many times 32 ids
 constexpr u32 kScratchWords = cfg::kNumRanks < 16 * kLoads ? 16 * kLoads : cfg::kNumRanks;
-constexpr u16 kNoRank = 0xffff;
 
 struct RankMask {
   u32 words[kGroups];
@@ -41,10 +40,12 @@ __device__ __forceinline__ void load_ids(long long* ids, const Id* from, u32 cou
 }
 
 // All lanes: the ranks that own an expert of this lane's token, of `num_tokens` from `token` on. Their ids are loaded as
-// they lie and change lanes in `ranks`. Ids outside [-1, experts) count as -1; where the first is, is noted.
-__device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u32 num_tokens, u16* ranks, u32* histogram, u64* bad_at) {
-  const u32 lane = threadIdx.x % 32, num_topk = p.post.num_topk, num_local = p.post.num_experts / cfg::kNumRanks;
-  const u32 count = num_tokens * num_topk;
+// they lie and change lanes in `ranks`. What names no expert counts for one behind the last, of a rank behind the last;
+// where the first id outside [-1, experts) is, is noted.
+// inverse: 2^31 / experts of a rank, rounded up: the upper half of (2 id + 1) * inverse is id / experts of a rank, as that
+// adds half of the smallest fraction, and rounding far less: ids have 15 bits.
+__device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u32 num_tokens, u32 inverse, u16* ranks, u32* histogram, u64* bad_at) {
+  const u32 lane = threadIdx.x % 32, num_topk = p.post.num_topk, count = num_tokens * num_topk;
   const u64 first = static_cast<u64>(token) * num_topk;
   long long ids[kLoads];
   if (p.post.flags & cfg::kFlagIdx64) load_ids(ids, reinterpret_cast<const long long*>(p.topk_idx) + first, count);
@@ -54,11 +55,11 @@ __device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u3
 #pragma unroll
   for (u32 j = 0; j < kLoads; ++j) {
     const u32 i = j * 32 + lane;
-    if (i >= count) break;
-    const bool is_expert = static_cast<u64>(ids[j]) < p.post.num_experts;
-    ranks[i] = is_expert ? static_cast<u32>(ids[j]) / num_local : kNoRank;
-    if (is_expert) atomicAdd(histogram + ids[j], 1u);
-    else if (ids[j] != -1) bad = min(bad, i);
+    const bool is_there = i < count, is_expert = static_cast<u64>(ids[j]) < p.post.num_experts;
+    const u32 expert = is_there && is_expert ? static_cast<u32>(ids[j]) : p.post.num_experts;
+    ranks[i] = __umulhi(2 * expert + 1, inverse);
+    atomicAdd(histogram + expert, 1u);
+    if (is_there && !is_expert && ids[j] != -1) bad = min(bad, i);
   }
   if (bad != kNone) atomicMin(bad_at, first + bad);
   __syncwarp();
@@ -72,18 +73,19 @@ __device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u3
 }
 
 extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_constant__ CountParams p) {
-  extern __shared__ u32 histogram[];  // [experts]
+  extern __shared__ u32 histogram[];  // [experts + 1]
   __shared__ u32 scratch[kWarps][kScratchWords];  // a warp's ranks of ids; then its first place for every rank
   __shared__ u32 totals[cfg::kNumRanks];
   __shared__ u64 bad_at;
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 num_tokens = p.post.num_tokens, num_experts = p.post.num_experts, num_local = num_experts / cfg::kNumRanks;
+  const u32 inverse = ((1u << 31) + num_local - 1) / num_local;
   const u32 step = min(32u, 32 * kLoads / p.post.num_topk);  // tokens that a warp takes at once
   const u32 stretch = (num_tokens + kWarps * step - 1) / (kWarps * step) * step;
   const u32 first = min(warp * stretch, num_tokens), last = min(first + stretch, num_tokens);
   const u32 epoch = begin(p.sync, cfg::kOperationCount);
 
-  for (u32 expert = threadIdx.x; expert < num_experts; expert += blockDim.x) histogram[expert] = 0;
+  for (u32 expert = threadIdx.x; expert <= num_experts; expert += blockDim.x) histogram[expert] = 0;
   if (threadIdx.x == 0) bad_at = ~0ull;
   __syncthreads();
 
@@ -91,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   u32 places[kGroups] = {};
   for (u32 token = first; token < last; token += step) {
     const u32 taken = min(step, last - token);
-    const RankMask mask = ranks_of(p, token, taken, reinterpret_cast<u16*>(scratch[warp]), histogram, &bad_at);
+    const RankMask mask = ranks_of(p, token, taken, inverse, reinterpret_cast<u16*>(scratch[warp]), histogram, &bad_at);
     u32* order = reinterpret_cast<u32*>(p.order) + static_cast<u64>(token + lane) * cfg::kNumRanks;
 #pragma unroll
     for (u32 group = 0; group < kGroups; ++group) {

@@ -76,7 +76,7 @@ class Build:
     @functools.cached_property
     def plan(self) -> plan.Plan:
         if self.row is None:
-            num_threads, smem_bytes = (1024, 4 * abi.MAX_EXPERTS) if self.kernel == "count" else (256, 0)
+            num_threads, smem_bytes = (1024, 4 * (abi.MAX_EXPERTS + 1)) if self.kernel == "count" else (256, 0)
             return plan.Plan(dict(self.constants), num_threads, smem_bytes)
         return make_plan(self.kernel, *self.row, self.num_ranks, self.target, self.scale_bytes)
 

@@ -227,7 +227,7 @@ MUTANTS = [
            "places[rank / 32] = __popc(ballot);"),
     Mutant("count: one table of counts instead of two", "count", (
         (COUNT, "((epoch & 1) * cfg::kNumRanks + p.sync.rank) * cfg::kCountsWords", "p.sync.rank * cfg::kCountsWords"),
-        (COUNT, "(epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;", "0;")), seed=3),
+        (COUNT, "(epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;", "0;"))),
     Mutant("count: posted before the counts are there (H8)", "count", (
         (COUNT, "  post(p.sync, p.post, epoch);\n\n  // Second", "  // Second"),
         (COUNT, "  // Counts to every peer", "  post(p.sync, p.post, epoch);\n  // Counts to every peer"))),
@@ -240,8 +240,8 @@ MUTANTS = [
            "totals[rank] = sum;\n  }\n  __syncthreads();", "totals[rank] = sum;\n  }", seed=4),
     mutant("count: a scan that adds the lanes below anew", "counts", COUNT, "if (lane >= distance) sum", "sum"),
     mutant("count: ranks read before all lanes have written them", "many", COUNT,
-           "  __syncwarp();\n  RankMask mask = {};", "  RankMask mask = {};", seed=2),
-    mutant("count: ids past a warp's share", "counts", COUNT, "if (i >= count) break;"),
+           "  __syncwarp();\n  RankMask mask = {};", "  RankMask mask = {};", seed=9),
+    mutant("count: ids past a warp's share", "counts", COUNT, "is_there = i < count", "is_there = true"),
     mutant("count: a warp takes 32 tokens though they have too many ids", "wide", COUNT,
            "min(32u, 32 * kLoads / p.post.num_topk)", "32u"),
     mutant("vector push: done relaxed (H8)", "vector", SYNC, _TELL,

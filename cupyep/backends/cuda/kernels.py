@@ -63,7 +63,7 @@ class Kernels:
         self.barrier = Kernel(jit.function(general, "barrier"), 32, 0)
         self.abort_peers = Kernel(jit.function(general, "abort_peers"), 1, 0)
         count = jit.load(jit.build(self._request("count")))
-        self.count = Kernel(jit.function(count, "count", 4 * abi.MAX_EXPERTS), 1024, 0)
+        self.count = Kernel(jit.function(count, "count", 4 * (abi.MAX_EXPERTS + 1)), 1024, 0)
 
     def _request(self, name: str, constants: dict[str, int] | None = None) -> jit.Request:
         return jit.Request(name, f"sm_{self._cc}", plan.prelude(self._num_ranks, constants))

@@ -145,7 +145,7 @@ class Launcher:
             wait_stats=_pointer(form.wait_stats),
             max_tokens=max_tokens,
         )
-        self._kernels.count.launch(1, call, self._stream, smem_bytes=4 * routing.num_experts)
+        self._kernels.count.launch(1, call, self._stream, smem_bytes=4 * (routing.num_experts + 1))
 
     def counted(self, shape: Shape, num_local_experts: int) -> Counted:
         """After COUNT: what it found. Raises MismatchError, PeerError, ArenaExhaustedError, on all ranks alike."""
