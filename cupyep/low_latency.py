@@ -82,22 +82,15 @@ class LowLatencyVerbs(Group):
         """
         backend = self._ready("low_latency_dispatch")
         engine = backend.low_latency
-        x = backend.asarray("x", x)
-        checks.payload("x", x)
-        topk_idx = backend.asarray("topk_idx", topk_idx)
-        checks.topk_idx(topk_idx, x.shape[0])
+        x, topk_idx = backend.asarray("x", x), backend.asarray("topk_idx", topk_idx)
         if topk_weights is not None:
             topk_weights = backend.asarray("topk_weights", topk_weights)
-            checks.topk_weights(topk_weights, tuple(topk_idx.shape))
-        low_latency_checks.casts(x.shape[1], use_fp8, round_scale, use_ue8m0)
-        num_tokens, num_topk = topk_idx.shape
-        num_experts = checks.num_experts(num_experts, self.size)
-        shape = shape_of(
+        shape = low_latency_checks.dispatch_shape(
             self.size,
-            low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, num_tokens, num_topk, num_experts),
-            x.shape[1],
-            x.dtype,
-            num_topk,
+            low_latency_checks.meta(x),
+            low_latency_checks.meta(topk_idx),
+            None if topk_weights is None else low_latency_checks.meta(topk_weights),
+            num_max_dispatch_tokens_per_rank,
             num_experts,
             use_fp8,
             round_scale,
@@ -115,7 +108,7 @@ class LowLatencyVerbs(Group):
             results, handle, event, hook = engine.dispatch(
                 shape, inputs, num_sms=num_sms, async_finish=async_finish, split=return_recv_hook
             )
-        recv_x = (results["recv_x"], results["recv_scales"].swapaxes(1, 2)) if use_fp8 else results["recv_x"]
+        recv_x = (results["recv_x"], results["scales"]) if use_fp8 else results["recv_x"]
         return LowLatencyDispatchResult(recv_x, results["recv_count"], handle, event, self._watched(hook))
 
     def low_latency_combine(

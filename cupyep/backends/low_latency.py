@@ -88,7 +88,7 @@ class LowLatency(ABC):
         with_weights = inputs["topk_weights"] is not None
         slot = self._claim(DISPATCH, shape)
         results = self._results(DISPATCH, slot, shape)
-        tables = {name: results[name] for name in low_latency_abi.TABLES.fields}
+        tables = results["tables"]
         num_tokens = len(inputs["x"])
         call = LowLatencyCall(DISPATCH, slot, shape, num_tokens, with_weights, inputs, results, tables, slot, num_sms)
         event, hook = self._start(call, async_finish, split)
@@ -228,6 +228,9 @@ class LowLatency(ABC):
         for name, (extents, dtype) in parts.items():
             num_bytes = int(np.prod(extents, dtype=np.int64)) * np.dtype(dtype).itemsize
             views[name] = memory[places[name] : places[name] + num_bytes].view(dtype).reshape(extents)
+        if "recv_scales" in views:
+            views["scales"] = views["recv_scales"].swapaxes(1, 2)  # as users get them
+            views["tables"] = {name: views[name] for name in low_latency_abi.TABLES.fields}
         return self._views.setdefault((key, shape), views)
 
     def _start(self, call: LowLatencyCall, async_finish: bool, split: bool) -> tuple[Any, Callable[[], None] | None]:

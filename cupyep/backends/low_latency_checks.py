@@ -2,16 +2,65 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyep import checks, layout
+from cupyep.backends.low_latency_shape import LowLatencyShape, shape_of
 
 MAX_TOKENS = 4096  # of a rank in one call
 # Every CTA keeps all ids in shared memory, and a bit for each token and expert.
 MAX_IDS = 32768  # num_tokens * num_topk
 MAX_LISTINGS = 262144  # num_tokens, rounded up to a multiple of 32, * num_experts
+
+
+class Meta(NamedTuple):
+    """Of an array: what its checks look at."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+def meta(array: Any) -> Meta:
+    return Meta(array.shape, array.dtype)
+
+
+def dispatch_shape(*arguments: Any) -> LowLatencyShape:
+    """As _dispatch_shape, looked up if the same arguments were right before: that is a third of a call's checks."""
+    try:
+        return _dispatch_shape(*arguments)
+    except TypeError:  # of a check, which says it again, or one cannot be looked up
+        return _dispatch_shape.__wrapped__(*arguments)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _dispatch_shape(
+    size: int,
+    x: Meta,
+    topk_idx: Meta,
+    topk_weights: Meta | None,
+    num_max_tokens: Any,
+    num_experts: Any,
+    use_fp8: Any,
+    round_scale: Any,
+    use_ue8m0: Any,
+) -> LowLatencyShape:
+    """Of a dispatch on `size` ranks with these arguments."""
+    checks.payload("x", x)
+    checks.topk_idx(topk_idx, x.shape[0])
+    if topk_weights is not None:
+        checks.topk_weights(topk_weights, topk_idx.shape)
+    casts(x.shape[1], use_fp8, round_scale, use_ue8m0)
+    num_tokens, num_topk = topk_idx.shape
+    num_experts = checks.num_experts(num_experts, size)
+    most = max_tokens(num_max_tokens, num_tokens, num_topk, num_experts)
+    return shape_of(size, most, x.shape[1], x.dtype, num_topk, num_experts, use_fp8, round_scale, use_ue8m0)
 
 
 def max_tokens(value: Any, num_tokens: int, num_topk: int, num_experts: int) -> int:

@@ -66,9 +66,9 @@ def mpi(
     if alike:
         _kept.remove(job := alike[0])
     else:
-        for job in [job for job in _kept if job.environment != environment]:  # hardly of use again, but each holds channels
-            _kept.remove(job)  # of the GPU, and too many of them leave none for others
-            job.close()
+        for other in [job for job in _kept if job.environment != environment]:  # hardly of use again
+            _kept.remove(other)
+            other.close()  # each process holds channels of the GPU, which has about 500
         job = MpiJob(num_ranks, environment, may_lose_ranks)
     try:
         results = job.run(function, args, timeout_s)

@@ -124,6 +124,10 @@ class Rank:
             for operation in CHANNELS
             for slot in range(group.run.slots)
         }
+        self.tables = [
+            {name: self.results[DISPATCH, slot][name] for name in low_latency_abi.TABLES.fields}
+            for slot in range(group.run.slots)
+        ]
         self.num_tokens = len(job.inputs(rank)[0])
         names = ("x", "topk_idx", "topk_weights", "y")
         self.inputs = [
@@ -201,7 +205,6 @@ class Rank:
 
     def launch(self, operation: abi.Operation, slot: int, phases: int, turn: int) -> None:
         job, given, self.turn = self.group.run.job, self.inputs[turn], turn
-        tables = {name: self.results[DISPATCH, slot][name] for name in low_latency_abi.TABLES.fields}
         if operation == DISPATCH:
             inputs = {
                 "x": given["x"],
@@ -219,7 +222,7 @@ class Rank:
             inputs["topk_weights"] is not None,
             inputs,
             self.results[operation, slot],
-            tables,
+            self.tables[slot],
             turn,  # in place of a slot, so that each turn has another signature
             None,
         )

@@ -81,8 +81,9 @@ class CudaBackend(Dispatch, Combine):
         if not isinstance(value, cupy.ndarray):
             with cupy.cuda.Device(self._device):
                 value = asarray(name, value)
-        if value.size and value.device.id != self._device:
-            raise ValueError(f"{name}: expected an array on the Buffer's GPU {self._device}, got GPU {value.device.id}")
+        if value.data.device_id != self._device and value.size:
+            found = value.data.device_id
+            raise ValueError(f"{name}: expected an array on the Buffer's GPU {self._device}, got GPU {found}")
         return value
 
     def aswritable(self, name: str, value: Any) -> cupy.ndarray:

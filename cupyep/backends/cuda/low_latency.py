@@ -46,31 +46,32 @@ class LowLatencyLauncher:
 
     def launch(self, call: LowLatencyCall, phases: int, masks_on_timeout: bool, num_ctas: int, stream: Any) -> None:
         """Launches halves of a call."""
-        key = (call.channel, call.shape)
-        if key not in self._launches:
-            self._launches[key] = self._kernels.low_latency(call.operation, call.shape), self._prepare(call)
-        kernel, params = self._launches[key]
-        inputs = {name: 0 if array is None else array.data.ptr for name, array in call.inputs.items()}
+        idx64 = call.operation == DISPATCH and call.inputs["topk_idx"].itemsize == 8
+        same = (
+            call.channel,
+            call.shape,
+            id(call.tables),
+            call.signature,
+            call.with_weights,
+        )  # tables stay as long as we
+        key = (*same, phases, idx64, masks_on_timeout)
+        if (found := self._launches.get(key)) is None:
+            params = self._prepare(call)
+            flags = {"masks_on_timeout": masks_on_timeout, "with_weights": call.with_weights, "idx64": idx64}
+            params.within("ll", phases=phases, signature=call.signature, **flags)
+            found = self._launches[key] = self._kernels.low_latency(call.operation, call.shape), params
+        kernel, params = found
         params.within("sync", timeout_ns=int((self.timeout_s or 0) * 1e9))
-        params.within(
-            "ll",
-            phases=phases,
-            signature=call.signature,
-            num_tokens=call.num_tokens,
-            masks_on_timeout=masks_on_timeout,
-            with_weights=call.with_weights,
-            idx64=call.operation == DISPATCH and call.inputs["topk_idx"].itemsize == 8,
-        )
-        params.set(**inputs)
+        params.within("ll", num_tokens=call.num_tokens)
+        params.set(**{name: 0 if array is None else array.data.ptr for name, array in call.inputs.items()})
         if call.operation == DISPATCH:
             self._num_experts = call.shape.num_experts
-        else:  # tables are those of a dispatch's slot, out may be the caller's
-            params.within("tables", **{name: array.data.ptr for name, array in call.tables.items()})
+        else:  # which may be the caller's
             params.set(out=call.results["out"].data.ptr)
         kernel.launch(num_ctas, params, stream)
 
     def _prepare(self, call: LowLatencyCall) -> Call:
-        """The parameters that do not change for one channel and shape."""
+        """The parameters that one channel, shape and tables have alike."""
         sync = {
             "peers": self._arena.peers.data.ptr,
             "host": self._pinned.ptr,
@@ -91,10 +92,9 @@ class LowLatencyLauncher:
             num_topk=shape.num_topk,
             num_local_experts=shape.num_local_experts,
         )
+        params.within("tables", **{name: array.data.ptr for name, array in call.tables.items()})
         if call.operation == DISPATCH:
-            results = {name: array.data.ptr for name, array in call.results.items()}
-            params.set(**{name: results[name] for name in GIVEN})
-            params.within("tables", **{name: results[name] for name in low_latency_abi.TABLES.fields})
+            params.set(**{name: call.results[name].data.ptr for name in GIVEN})
         return params
 
     def abort(self, kind: AbortKind, peer: int, stream: Any) -> None:
@@ -154,7 +154,7 @@ class CudaLowLatency(LowLatency):
     ) -> None:
         self._device, self._kernels, self._comm_stream, self._failed = claim.device, kernels, comm_stream, failed
         self.max_num_sms, self._meetings = devices.whole_share(claim), meetings
-        self._masks = cupy.zeros(comm.size, np.int32)
+        self._masks, self._poisons = cupy.zeros(comm.size, np.int32), env.poison()
         self._arenas: list[Arena] = []  # the last one is in use; captured graphs may still use the others
         self._launcher: LowLatencyLauncher | None = None
         self._behind: dict[layout.Channel, Any] = {}  # (event, call) on the Buffer's own stream
@@ -195,7 +195,7 @@ class CudaLowLatency(LowLatency):
             for name, array in call.inputs.items():
                 if array is not None and name != "stats" and not is_plain(array):
                     call.inputs[name] = self._copied(name, array)
-            if call.operation == DISPATCH and phases & Phase.RECEIVE and env.poison():
+            if call.operation == DISPATCH and phases & Phase.RECEIVE and self._poisons:
                 for name in GIVEN:
                     runtime.memsetAsync(call.results[name].data.ptr, 0xFF, call.results[name].nbytes, current.ptr)
             # Where a rank may be late nobody meets.
