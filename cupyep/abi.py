@@ -144,7 +144,7 @@ POST = Struct(
 )
 
 # What every kernel is told of its group. peers: device array of the ranks' arena addresses; host: pinned HostRecords.
-SYNC = Struct("Sync", peers="ptr", host="ptr", timeout_ns="u64", rank="u32", channel="u32")
+SYNC = Struct("Sync", peers="ptr", own="ptr", host="ptr", timeout_ns="u64", rank="u32", channel="u32")
 
 # Device words that COUNT leaves for PUSH and PULL, followed by base[num_ranks]: our first row at each destination.
 ROUTING = Struct("Routing", skip="u32", pad="u32")

@@ -12,13 +12,14 @@
 //
 // A masked rank is not waited for; it is sent no rows, but words, so that it does not hang either. Whoever meets a word
 // that is ahead of these is the masked one: the peer has gone on, takes no rows of ours and has none for us.
+#include <cupyep/ids.cuh>
 #include <cupyep/sync.cuh>
 #include <cupyep/vec.cuh>
 
 namespace cupyep {
 
 constexpr u32 kRankWords = (cfg::kNumRanks + 31) / 32;  // of 32 ranks each
-constexpr u32 kAll = ~0u, kNone = ~0u;
+constexpr u32 kAll = ~0u;
 
 // --- words -----------------------------------------------------------------------------------------------------------
 
@@ -50,10 +51,11 @@ enum Outcome : u32 { kCame, kMissing, kLeft };
 template <class Word>
 __device__ inline Outcome await_word(const Sync& sync, const LowLatency& ll, const Word* word, u32 operation, u32 peer,
                                      u32 epoch, Word& seen) {
-  if (is_masked(ll, peer)) return kMissing;
+  const bool masked = is_masked(ll, peer);
   u64 start = 0;
   for (u32 tries = 1;; ++tries) {
     seen = ptx::ld_acquire_sys(word);
+    if (masked) return kMissing;  // asked here, so that both loads are under way together
     if (static_cast<int>(epoch_of(seen) - epoch) >= 0) return kCame;
     if (tries % 32 != 0) continue;
     start = ll.masks_on_timeout ? glance(sync, start) : look(sync, start, operation, peer, epoch);
@@ -97,12 +99,16 @@ __device__ inline bool await_consumed(const Sync& sync, const LowLatency& ll, u3
 
 // Every CTA, all threads, behind its last store to peers. The last CTA tells each peer `counts[peer]`, or 1 if null.
 __device__ inline void publish(const Sync& sync, const LowLatency& ll, u32 kind, u32 epoch, const u32* counts) {
+  static_assert(cfg::kNumRanks <= cfg::kThreads);
   u32* sent = &channel_state(sync)->sent;
-  if (!arrive_last(sent) || __syncthreads_or(aborted(sync))) return;
+  if (!arrive_last(sent)) return;
+  const u32 peer = threadIdx.x;
+  const bool gone = aborted(sync), masked = peer < cfg::kNumRanks && is_masked(ll, peer);  // both loads at once
+  if (__syncthreads_or(gone)) return;
   if (threadIdx.x == 0) ptx::st_relaxed_gpu(sent, 0u);
   __syncthreads();
-  for (u32 peer = threadIdx.x; peer < cfg::kNumRanks; peer += blockDim.x) {
-    const u32 count = is_masked(ll, peer) ? 0 : counts == nullptr ? 1 : counts[peer];
+  if (peer < cfg::kNumRanks) {
+    const u32 count = masked ? 0 : counts == nullptr ? 1 : counts[peer];
     const u64 word = static_cast<u64>(epoch) << 32 | ll.signature << 16 | count;
     // sync(arrival) RELEASE.sys: rows, their meta, counts and weights of all CTAs (H8, H9). Read by: await_arrivals.
     ptx::st_release_sys(arrival_word(sync, peer, sync.rank, kind), word);
@@ -139,13 +145,12 @@ __device__ inline bool await_arrivals(const Sync& sync, const LowLatency& ll, u3
 // rows, and ends the operation.
 __device__ inline void leave(const Sync& sync, const LowLatency& ll, u32 index, u32 epoch) {
   if (!arrive_last(sync)) return;
-  const bool receives = ll.phases & cfg::kPhaseReceive;
-  if (__syncthreads_or(aborted(sync))) {
-    end(sync, index, epoch, cfg::kVerdictAborted);
-  } else if (!receives) {
-    if (threadIdx.x == 0) ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);
-  } else {
+  if (ll.phases & cfg::kPhaseReceive) {
     end(sync, index, epoch, tell_done(sync, epoch) ? cfg::kVerdictDone : cfg::kVerdictAborted);
+  } else if (__syncthreads_or(aborted(sync))) {
+    end(sync, index, epoch, cfg::kVerdictAborted);
+  } else if (threadIdx.x == 0) {
+    ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);
   }
 }
 

@@ -7,6 +7,7 @@ namespace cupyep {
 
 using u16 = unsigned short;
 constexpr u16 kNoExpert = 0xffff;
+constexpr u32 kIdLoads = 4;  // of a thread, under way together
 
 // What every CTA knows of the ids; in shared memory.
 struct Ids {
@@ -35,24 +36,41 @@ __device__ __forceinline__ u32* counts_of(const LowLatencyDispatchParams& p, u32
   return reinterpret_cast<u32*>(channel(p.sync, owner) + cfg::kCountsOffset) + sender * cfg::kCountsWords + cfg::kNumRanks;
 }
 
-// All threads: the ids into shared memory. totals[rank]: rows that we send there.
-__device__ void read_ids(const LowLatencyDispatchParams& p, const Ids& ids, const bool* goes, u32* totals) {
+// Id number `i` of the caller's.
+__device__ __forceinline__ void note_id(const LowLatencyDispatchParams& p, const Ids& ids, u32 i, long long id) {
+  const bool is_expert = id >= 0 && id < p.ll.num_local_experts * cfg::kNumRanks;
+  ids.experts[i] = is_expert ? static_cast<u16>(id) : kNoExpert;
+  if (is_expert) {
+    const u32 expert = static_cast<u32>(id), rank = expert / p.ll.num_local_experts, token = i / p.ll.num_topk;
+    atomicOr(ids.listing + expert * ids.words + token / 32, 1u << token % 32);  // once, though it be listed twice
+    atomicOr(ids.going + rank * ids.words + token / 32, 1u << token % 32);
+  } else if (id != -1 && blockIdx.x == 0) {
+    HostRecord* host = reinterpret_cast<HostRecord*>(host_record(p.sync, 0));
+    host->bad_id = id;  // any of them will do
+    host->has_bad_id = 1;
+  }
+}
+
+// All threads: the ids into shared memory; a barrier has to follow.
+__device__ void read_ids(const LowLatencyDispatchParams& p, const Ids& ids) {
   const u32 num_ids = p.ll.num_tokens * p.ll.num_topk, num_experts = p.ll.num_local_experts * cfg::kNumRanks;
   for (u32 i = threadIdx.x; i < (num_experts + cfg::kNumRanks) * ids.words; i += blockDim.x) ids.listing[i] = 0;  // both
   __syncthreads();
-  for (u32 i = threadIdx.x; i < num_ids; i += blockDim.x) {
-    const long long id = p.ll.idx64 ? reinterpret_cast<const long long*>(p.topk_idx)[i] : reinterpret_cast<const int*>(p.topk_idx)[i];
-    const bool is_expert = id >= 0 && id < num_experts;
-    ids.experts[i] = is_expert ? static_cast<u16>(id) : kNoExpert;
-    if (is_expert) {
-      const u32 expert = static_cast<u32>(id), rank = expert / p.ll.num_local_experts, token = i / p.ll.num_topk;
-      atomicOr(ids.listing + expert * ids.words + token / 32, 1u << token % 32);  // once, though it be listed twice
-      if (goes[rank]) atomicOr(ids.going + rank * ids.words + token / 32, 1u << token % 32);
-    } else if (id != -1 && blockIdx.x == 0) {
-      HostRecord* host = reinterpret_cast<HostRecord*>(host_record(p.sync, 0));
-      host->bad_id = id;  // any of them will do
-      host->has_bad_id = 1;
+  for (u32 first = 0; first < num_ids; first += kIdLoads * blockDim.x) {
+    long long batch[kIdLoads];
+    load_ids(batch, p.topk_idx, p.ll.idx64, 0, first + threadIdx.x, blockDim.x, num_ids);
+#pragma unroll
+    for (u32 j = 0; j < kIdLoads; ++j) {
+      const u32 i = first + j * blockDim.x + threadIdx.x;
+      if (i < num_ids) note_id(p, ids, i, batch[j]);
     }
+  }
+}
+
+// All threads, afterwards: nothing goes where it may not. totals[rank]: rows that we send there.
+__device__ void leave_out(const LowLatencyDispatchParams& p, const Ids& ids, const bool* goes, u32* totals) {
+  for (u32 i = threadIdx.x; i < cfg::kNumRanks * ids.words; i += blockDim.x) {
+    if (!goes[i / ids.words]) ids.going[i] = 0;
   }
   __syncthreads();
   for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {

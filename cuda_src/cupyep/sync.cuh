@@ -27,7 +27,7 @@ constexpr u32 kPostWords = sizeof(Post) / 4;
 // --- addresses -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u8* arena(const Sync& sync, u32 rank) {
-  return reinterpret_cast<u8*>(reinterpret_cast<const u64*>(sync.peers)[rank]);
+  return reinterpret_cast<u8*>(rank == sync.rank ? sync.own : reinterpret_cast<const u64*>(sync.peers)[rank]);
 }
 
 __device__ __forceinline__ u8* channel(const Sync& sync, u32 rank) {
@@ -118,11 +118,12 @@ __device__ inline bool wait_word(const Sync& sync, const u32* word, u32 epoch, u
 
 // --- one operation ---------------------------------------------------------------------------------------------------
 
-// Every thread; returns the operation's epoch. The busy word catches two operations of one channel at once.
+// Every thread; returns the operation's epoch. The busy word catches two operations of one channel at once; the last
+// thread looks at it, as the first ones have peers to wait for.
 __device__ inline u32 begin(const Sync& sync, u32 operation) {
   ChannelState* state = channel_state(sync);
   const u32 epoch = ptx::ld_relaxed_gpu(&state->epoch) + 1;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && ptx::atom_acq_rel_gpu_cas(&state->busy, 0u, 1u) != 0) {
+  if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1 && ptx::atom_acq_rel_gpu_cas(&state->busy, 0u, 1u) != 0) {
     abort_all(sync, abort_record(sync, cfg::kAbortOverlap, operation, sync.rank, epoch), epoch);
   }
   return epoch;

@@ -12,14 +12,15 @@
 //
 // Each warp owns a contiguous stretch of tokens. It counts it once and leaves each token's ranks where its places will be;
 // a scan over warps gives its first place for every rank; on the second pass ballots number its tokens.
+#include <cupyep/ids.cuh>
 #include <cupyep/sync.cuh>
 
 using namespace cupyep;
 using u16 = unsigned short;
 
-constexpr u32 kAll = ~0u, kNone = ~0u, kWarps = 32;
+constexpr u32 kAll = ~0u, kWarps = 32;
 constexpr u32 kGroups = (cfg::kNumRanks + 31) / 32;  // of 32 ranks: one word of a lane's rank mask each
-constexpr u32 kLoads = 8;                            // of a lane, under way together: a warp takes so many times 32 ids
+constexpr u32 kLoads = 8;                            // of a lane, under way together
 constexpr u32 kScratchWords = cfg::kNumRanks < 16 * kLoads ? 16 * kLoads : cfg::kNumRanks;
 
 struct RankMask {
@@ -32,13 +33,6 @@ struct alignas(4 * kPlaces) Places {
   int of[kPlaces];
 };
 
-// ids[j] = from[j * 32 + lane] of `count`; past the end the last one, as loads without conditions are under way together.
-template <class Id>
-__device__ __forceinline__ void load_ids(long long* ids, const Id* from, u32 count) {
-#pragma unroll
-  for (u32 j = 0; j < kLoads; ++j) ids[j] = from[min(j * 32 + threadIdx.x % 32, count - 1)];
-}
-
 // All lanes: the ranks that own an expert of this lane's token, of `num_tokens` from `token` on. Their ids are loaded as
 // they lie and change lanes in `ranks`. What names no expert counts for one behind the last, of a rank behind the last;
 // where the first id outside [-1, experts) is, is noted.
@@ -47,9 +41,9 @@ __device__ __forceinline__ void load_ids(long long* ids, const Id* from, u32 cou
 __device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u32 num_tokens, u32 inverse, u16* ranks, u32* histogram, u64* bad_at) {
   const u32 lane = threadIdx.x % 32, num_topk = p.post.num_topk, count = num_tokens * num_topk;
   const u64 first = static_cast<u64>(token) * num_topk;
+  const bool idx64 = p.post.flags & cfg::kFlagIdx64;
   long long ids[kLoads];
-  if (p.post.flags & cfg::kFlagIdx64) load_ids(ids, reinterpret_cast<const long long*>(p.topk_idx) + first, count);
-  else load_ids(ids, reinterpret_cast<const int*>(p.topk_idx) + first, count);
+  load_ids(ids, p.topk_idx, idx64, first, lane, 32, count);
   u32 bad = kNone;
   __syncwarp();  // all lanes have read the ranks of the tokens before
 #pragma unroll
@@ -222,8 +216,7 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
     host->most_tokens = most_tokens;
     if (bad_at != ~0ull) {  // the host clears it: replays of a graph add up
       host->has_bad_id = 1;
-      host->bad_id = p.post.flags & cfg::kFlagIdx64 ? reinterpret_cast<const long long*>(p.topk_idx)[bad_at]
-                                                    : reinterpret_cast<const int*>(p.topk_idx)[bad_at];
+      host->bad_id = id_at(p.topk_idx, p.post.flags & cfg::kFlagIdx64, bad_at);
     }
     host->failed_rank = failed_rank;
     host->failed_rows = failed_rows;

@@ -134,12 +134,11 @@ __device__ bool send(const Params& p, u8* smem, u32 epoch) {
   __shared__ bool goes[cfg::kNumRanks];
   __shared__ u32 num_rows[cfg::kNumRanks], starts[cfg::kNumRanks + 1], drawn;
   if (threadIdx.x == 0) drawn = 0;
+  for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
+    num_rows[rank] = reinterpret_cast<const u32*>(p.tables.num_rows)[rank];  // before the wait, which they are not for
+  }
   if (!await_consumed(p.sync, p.ll, kOperation, epoch, goes)) return false;
   if (p.ll.with_weights && !exchange_weights(p, goes, epoch)) return false;
-  for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
-    num_rows[rank] = reinterpret_cast<const u32*>(p.tables.num_rows)[rank];
-  }
-  __syncthreads();
   sum_up(num_rows, starts);
 
   u8* ours = region(p.sync, p.ll, p.sync.rank);

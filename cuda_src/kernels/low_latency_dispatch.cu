@@ -93,8 +93,9 @@ __device__ bool send(const Params& p, u8* smem, u32 epoch) {
   __shared__ u32 totals[cfg::kNumRanks];
   const Ids ids(p, smem);
   const u32 lane = threadIdx.x % 32, num_topk = p.ll.num_topk;
+  read_ids(p, ids);  // before the wait, which they are not for
   if (!await_consumed(p.sync, p.ll, cfg::kOperationLowLatencyDispatch, epoch, goes)) return false;
-  read_ids(p, ids, goes, totals);
+  leave_out(p, ids, goes, totals);
   if (blockIdx.x == 0) send_counts(p, ids, goes);
 
   const Range shares(p.ll.num_tokens * cfg::kParts);  // neighbours: a token's places serve for many shares of its row

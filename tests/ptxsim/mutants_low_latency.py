@@ -43,17 +43,23 @@ _ROWS_CAME = "if (!await_arrivals(p.sync, p.ll, cfg::kArrivalRows"
 _FROM = "  u8* from = region(p.sync, p.ll, p.sync.rank);\n"
 _TAKE = "    if (under_way_ == cfg::kSlots) take(next_, use);\n    else ++under_way_;\n"
 _COMMIT = "    ptx::cp_async_commit_group();\n"
+_NUM_ROWS = (
+    "  for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {\n"
+    "    num_rows[rank] = reinterpret_cast<const u32*>(p.tables.num_rows)[rank];"
+    "  // before the wait, which they are not for\n"
+    "  }\n"
+)
 _RESET = "if (threadIdx.x == 0) ptx::st_relaxed_gpu(sent, 0u);"
 
 MUTANTS = [
     # the handshake
     mutant("publish: release turned relaxed (H8)", "two", LL, _PUBLISH, _PUBLISH.replace("release", "relaxed")),
     mutant("publish: release at gpu scope", "two", LL, _PUBLISH, _PUBLISH.replace("_sys", "_gpu")),
-    mutant("publish: every CTA tells (H9)", "ctas", LL, "if (!arrive_last(sent) ||",
-           "if (arrive_last(sent) && false ||", seed=1),
+    mutant("publish: every CTA tells (H9)", "ctas", LL, "if (!arrive_last(sent)) return;",
+           "arrive_last(sent);", seed=1),
     mutant("publish: arrivals not reset", "two", LL, _RESET),
-    mutant("arrivals: acquire turned relaxed (H5)", "two", LL, "seen = ptx::ld_acquire_sys(word);\n    if (static",
-           "seen = ptx::ld_relaxed_sys(word);\n    if (static"),
+    mutant("arrivals: acquire turned relaxed (H5)", "two", LL, "seen = ptx::ld_acquire_sys(word);\n    if (masked)",
+           "seen = ptx::ld_relaxed_sys(word);\n    if (masked)"),
     mutant("arrivals: not waited for", "two", LL, "if (static_cast<int>(epoch_of(seen) - epoch) >= 0) return kCame;",
            "if (sizeof(Word) == 8 || static_cast<int>(epoch_of(seen) - epoch) >= 0) return kCame;"),
     mutant("arrivals: no barrier behind the wait", "three", LL,
@@ -63,12 +69,12 @@ MUTANTS = [
            "static_cast<int>(epoch_of(seen) - epoch) >= -1"),
     mutant("arrivals: a later word taken for this one", "late", LL, "kCame && epoch_of(seen) != epoch", "kLeft"),
     mutant("consumed: not waited for (H7)", "ahead", LL, "operation, peer, epoch - 1, seen);",
-           "operation, peer, epoch - 9, seen);", seed=4),
-    mutant("leave: the first CTA tells", "ahead", LL, "if (!arrive_last(sync)) return;\n  const bool receives",
-           "if (arrive_last(sync) == (gridDim.x > 1)) return;\n  const bool receives", seed=4),
-    mutant("leave: done word of a send half", "halves", LL, "ll.phases & cfg::kPhaseReceive;", "true;"),
+           "operation, peer, epoch - 9, seen);"),
+    mutant("leave: the first CTA tells", "ahead", LL, "if (!arrive_last(sync)) return;\n  if (ll.phases",
+           "if (arrive_last(sync) == (gridDim.x > 1)) return;\n  if (ll.phases", seed=12),
+    mutant("leave: done word of a send half", "halves", LL, "if (ll.phases & cfg::kPhaseReceive) {", "if (true) {"),
     mutant("leave: arrivals of a send half not reset", "halves", LL,
-           "if (threadIdx.x == 0) ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);", ";", seed=37),
+           "    ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);", "", seed=37),
     mutant("arrive: no barrier before it (H9)", "three", SYNC, "have released.\n  __syncthreads();\n  if (threadIdx",
            "have released.\n  if (threadIdx"),
     mutant("settle: every CTA decides for itself", "tardy", LL,
@@ -83,8 +89,15 @@ MUTANTS = [
            "= num_rows[rank];\n  }", seed=4),
     mutant("starts read before they are there", "three", LL, "    starts[rank] = sum;\n  }\n  __syncthreads();",
            "    starts[rank] = sum;\n  }"),
-    mutant("combine: rows summed before they are there", "three", COMBINE,
-           "(p.tables.num_rows)[rank];\n  }\n  __syncthreads();", "(p.tables.num_rows)[rank];\n  }", seed=5),
+    Mutant(
+        "combine: rows summed before they are there",
+        "three",
+        (
+            (COMBINE, _NUM_ROWS, ""),
+            (COMBINE, "  sum_up(num_rows, starts);\n", f"{_NUM_ROWS}  sum_up(num_rows, starts);\n"),
+        ),
+        seed=2,
+    ),
     Mutant(
         "dispatch: counts sent behind the word that tells of them (H8)",
         "two",
@@ -101,9 +114,15 @@ MUTANTS = [
     mutant("combine: a row of torn tables sent", "tardy", COMBINE, "if (share.token >= p.ll.max_tokens) return;",
            seed=13),
     # rows
-    mutant("dispatch: ids read without a barrier", "many", IDS,
-           "    }\n  }\n  __syncthreads();\n  for (u32 rank = threadIdx.x;",
-           "    }\n  }\n  for (u32 rank = threadIdx.x;"),
+    Mutant(
+        "dispatch: ids read without a barrier",
+        "many",
+        (
+            (DISPATCH, "  read_ids(p, ids);  // before the wait, which they are not for\n", ""),
+            (DISPATCH, "  leave_out(p, ids, goes, totals);", "  read_ids(p, ids);\n  leave_out(p, ids, goes, totals);"),
+            (IDS, "ids.going[i] = 0;\n  }\n  __syncthreads();", "ids.going[i] = 0;\n  }"),
+        ),
+    ),
     mutant("dispatch: bits cleared without a barrier", "many", IDS, "ids.listing[i] = 0;  // both\n  __syncthreads();",
            "ids.listing[i] = 0;", seed=1),
     mutant("dispatch: place of a row off by one", "two", IDS, "count_bits(ids.going + rank * ids.words, token);",
@@ -143,7 +162,7 @@ MUTANTS = [
            "cp_async_wait_group<cfg::kSlots>"),
     mutant("ring: no commit", "ring", RING, "ptx::cp_async_commit_group();"),
     mutant("ring: part noted before all lanes have read the last one", "terms", RING,
-           "__syncwarp();  // all lanes have read", "// all lanes have read", seed=2),
+           "__syncwarp();  // all lanes have read", "// all lanes have read", seed=7),
     mutant("ring: part read before it is noted", "drains", RING, "__syncwarp();  // the note is there",
            "// the note is there", seed=5),
     mutant("ring: part not noted", "ring", RING, "if (threadIdx.x % 32 == 0) slot.part = part;"),
@@ -207,7 +226,8 @@ SURVIVORS = [
     mutant("dispatch: a place of a region in pieces believed", "tardy", DISPATCH, "if (place < expert_rows) position",
            "position"),
     # What a masked rank gets is undefined, so nobody looks; what it sends lands where its peers do not look either.
-    mutant("publish: a masked rank is told of rows", "late", LL, "is_masked(ll, peer) ? 0 : counts", "counts"),
+    mutant("publish: a masked rank is told of rows", "late", LL, "masked ? 0 : counts", "counts"),
+    mutant("dispatch: rows to a masked rank", "late", IDS, "if (!goes[i / ids.words]) ids.going[i] = 0;"),
     mutant("consumed: rows for a peer that has gone on", "late", LL, "kCame && seen == epoch - 1;", "kCame;"),
 ]
 

@@ -101,6 +101,7 @@ class Launcher:
         self.operation = Operation.BARRIER  # the last one launched, or about to be
         sync = {
             "peers": arena.peers.data.ptr,
+            "own": arena.address,
             "host": self._pinned.ptr,
             "timeout_ns": int((timeout_s or 0) * 1e9),
             "rank": comm.rank,

@@ -70,14 +70,13 @@ class LowLatencyLauncher:
             params.set(out=call.results["out"].data.ptr)
         kernel.launch(num_ctas, params, stream)
 
+    def _sync(self, channel: layout.Channel) -> dict[str, int]:
+        peers, own = self._arena.peers.data.ptr, self._arena.address
+        return {"peers": peers, "own": own, "host": self._pinned.ptr, "rank": self._rank, "channel": channel}
+
     def _prepare(self, call: LowLatencyCall) -> Call:
         """The parameters that one channel, shape and tables have alike."""
-        sync = {
-            "peers": self._arena.peers.data.ptr,
-            "host": self._pinned.ptr,
-            "rank": self._rank,
-            "channel": call.channel,
-        }
+        sync = self._sync(call.channel)
         index = call.channel - layout.Channel.LOW_LATENCY_DISPATCH_0
         places, shape = offsets(call.shape.region(call.operation)), call.shape
         params = Call(PARAMS[call.operation], sync)
@@ -99,8 +98,7 @@ class LowLatencyLauncher:
 
     def abort(self, kind: AbortKind, peer: int, stream: Any) -> None:
         """Makes every rank leave."""
-        sync = {"peers": self._arena.peers.data.ptr, "host": self._pinned.ptr, "rank": self._rank}
-        call = Call(abi.ABORT_PARAMS, {**sync, "channel": layout.Channel.LOW_LATENCY_DISPATCH_0})
+        call = Call(abi.ABORT_PARAMS, self._sync(layout.Channel.LOW_LATENCY_DISPATCH_0))
         call.set(word=abi.pack_abort(kind, self.operation, self._rank, peer, 0))
         self._kernels.abort_peers.launch(1, call, stream)
 
