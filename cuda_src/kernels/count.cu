@@ -94,9 +94,12 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
       if (lane < taken) order[group] = mask.words[group];
     }
 #pragma unroll
-    for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) {
-      const u32 ballot = __ballot_sync(kAll, mask.words[rank / 32] >> (rank % 32) & 1);
-      if (lane == rank % 32) places[rank / 32] += __popc(ballot);
+    for (u32 group = 0; group < kGroups; ++group) {
+#pragma unroll 8
+      for (u32 bit = 0; bit < min(cfg::kNumRanks - group * 32, 32u); ++bit) {
+        const u32 ballot = __ballot_sync(kAll, mask.words[group] >> bit & 1);
+        if (lane == bit) places[group] += __popc(ballot);
+      }
     }
   }
   __syncwarp();  // all lanes have read the last ranks
@@ -143,17 +146,19 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
       if (is_ours) mask.words[group] = order[group];
     }
 #pragma unroll
-    for (u32 rank = 0; rank < cfg::kNumRanks; rank += kPlaces) {
-      Places to;
+    for (u32 group = 0; group < kGroups; ++group) {
+#pragma unroll 2
+      for (u32 bit = 0; bit < min(cfg::kNumRanks - group * 32, 32u); bit += kPlaces) {
+        Places to;
 #pragma unroll
-      for (u32 i = 0; i < kPlaces; ++i) {
-        const u32 group = (rank + i) / 32, bit = (rank + i) % 32;
-        const bool goes = mask.words[group] >> bit & 1;
-        const u32 ballot = __ballot_sync(kAll, goes), start = __shfl_sync(kAll, places[group], bit);
-        to.of[i] = goes ? static_cast<int>(start + __popc(ballot & ((1u << lane) - 1))) : -1;
-        if (lane == bit) places[group] += __popc(ballot);
+        for (u32 i = 0; i < kPlaces; ++i) {
+          const bool goes = mask.words[group] >> (bit + i) & 1;
+          const u32 ballot = __ballot_sync(kAll, goes), start = __shfl_sync(kAll, places[group], bit + i);
+          to.of[i] = goes ? static_cast<int>(start + __popc(ballot & ((1u << lane) - 1))) : -1;
+          if (lane == bit + i) places[group] += __popc(ballot);
+        }
+        if (is_ours) reinterpret_cast<Places*>(order)[(group * 32 + bit) / kPlaces] = to;
       }
-      if (is_ours) reinterpret_cast<Places*>(order)[rank / kPlaces] = to;
     }
   }
 
