@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(32, 1) barriers(const __grid_consta
     post(p.sync, p.post, epoch);
     const u32 verdict = wait_posts(p.sync, p.post.operation, epoch);
     end(p.sync, 1, epoch, verdict);
-    __syncthreads();  // the next one's epoch is read after this one's was written
+    __syncthreads();  // the next one's epoch and busy word are looked at after this one's were written
     if (verdict != cfg::kVerdictDone) return;
   }
 }

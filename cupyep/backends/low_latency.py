@@ -153,7 +153,7 @@ class LowLatency(ABC):
                 f"handle: expected one of the last {NUM_SLOTS} low-latency dispatches, "
                 f"got number {handle.number} of {latest}"
             )
-        if any(call.tables is handle.tables for call in self._waiting(DISPATCH)):
+        if any(call.tables is handle.tables for call in self._waiting(DISPATCH)):  # of its slot, so of itself
             raise StateError("handle: its dispatch is not complete; call the hook first")
 
     # --- turns --------------------------------------------------------------------------------------------------------

@@ -35,8 +35,9 @@ def dispatch_shape(*arguments: Any) -> LowLatencyShape:
     """As _dispatch_shape, looked up if the same arguments were right before: that is a third of a call's checks."""
     try:
         return _dispatch_shape(*arguments)
-    except TypeError:  # of a check, which says it again, or one cannot be looked up
-        return _dispatch_shape.__wrapped__(*arguments)
+    except TypeError:  # of a check, which says it again below, or one cannot be looked up
+        pass
+    return _dispatch_shape.__wrapped__(*arguments)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
