@@ -205,12 +205,14 @@ def outcome(call: Callable[..., Any], *args: Any) -> tuple[Exception | None, flo
 
 
 def make_room(num_bytes: int = 64 << 20) -> None:
-    """Has CuPy's pool keep so much for the current stream.
+    """Has CuPy's pools keep so much for the current stream, and pinned memory for small arrays that come from the host.
 
     What comes later is then cut from it: where ranks are threads, an allocation of the driver may wait for a kernel
-    that waits for this thread.
+    that waits for this thread, and meanwhile holds up all threads' launches.
     """
     cupy.empty(num_bytes, np.uint8)
+    pinned = [cupy.cuda.alloc_pinned_memory(512 * units) for units in range(1, 9) for _ in range(32)]
+    del pinned
     cupy.cuda.get_current_stream().synchronize()
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("cupy", exc_type=ImportError)
 
 from cupyep import abi
 from cupyep.backends.cuda import jit, plan
-from cupyep.bench import ceilings, low_latency, multi_gpu, options
+from cupyep.bench import ceilings, ep, low_latency, multi_gpu, options
 
 KB = 1024
 REQUESTS = {
@@ -105,7 +105,8 @@ def test_ceilings_between_ranks(tmp_path):
 @pytest.mark.parametrize("mode", ["bf16", "fp8"])
 def test_ep(mode, tmp_path):
     results = {(r["verb"], r["scope"]): r for r in bench(tmp_path, "ep", "--ranks", "2", "--mode", mode, *CASE)}
-    assert len(results) == 7
+    assert len(results) == len(ep.LINES)
+    assert results["count", "kernel"]["time_us"] < results["dispatch, count and push", "kernel"]["time_us"]
     for verb in ("dispatch", "combine"):
         kernel = results[verb, "kernel"]
         assert kernel["num_sms"] == 2 and kernel["time_us"] < results[verb, "API"]["time_us"] * 1.1
@@ -176,4 +177,4 @@ def test_baseline_among_processes(tmp_path):
 def test_ep_among_processes(tmp_path):
     launcher = tuple(multi_gpu.mpi_launcher(2))
     results = bench(tmp_path, "ep", *CASE, launcher=launcher)
-    assert len(results) == 7 and {result["ranks_are"] for result in results} == {"processes"}
+    assert len(results) == len(ep.LINES) and {result["ranks_are"] for result in results} == {"processes"}

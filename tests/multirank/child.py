@@ -60,20 +60,12 @@ def run(comm: MPI.Intracomm, folder: Path) -> None:
     part.write_bytes(pickle.dumps(result))
     del function, args, result
     gc.collect()  # what the function left is gone before the next, and a crash over it is this function's
-    give_back_memory()
     faulthandler.cancel_dump_traceback_later()
     signal.alarm(0)
     sys.stdout.flush()  # into this log, not the next one's
     part.rename(folder / f"rank-{comm.rank}.result")
     if may_lose_ranks:
         os._exit(0)  # MPI_Finalize would wait for the lost ranks
-
-
-def give_back_memory() -> None:
-    """What CuPy's pools keep of the GPU, for the processes beside this one."""
-    if (cupy := sys.modules.get("cupy")) and cupy.cuda.is_available():
-        cupy.get_default_memory_pool().free_all_blocks()
-        cupy.get_default_pinned_memory_pool().free_all_blocks()
 
 
 if __name__ == "__main__":
