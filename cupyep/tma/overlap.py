@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyep import checks
 from cupyep.tma import launch as launches
 from cupyep.tma.pipeline import Pipeline
 
@@ -27,11 +28,15 @@ class Overlap:
 
     Args: num_tiles: of each SM, one after the other; tile_bytes; num_sms: that do so at the same time. Their product is
         the memory that is read: more than L2 holds makes loads come from HBM.
-    Raises: UnsupportedDeviceError before compute capability 9.0, and without a GPU.
+    Raises: TypeError, ValueError; UnsupportedDeviceError before compute capability 9.0, and without a GPU.
     Sync: creation and run wait on the host.
     """
 
     def __init__(self, num_tiles: int = 1024, tile_bytes: int = 16384, num_sms: int = 8) -> None:
+        checks.integer("num_tiles", num_tiles, 1)
+        checks.integer("num_sms", num_sms, 1)
+        if checks.integer("tile_bytes", tile_bytes, 16) % 16:
+            raise ValueError(f"tile_bytes: expected a multiple of 16, got {tile_bytes}")
         launches.require("tma.Overlap")
         import cupy
 

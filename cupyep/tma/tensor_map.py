@@ -151,6 +151,8 @@ def swizzled(offset: Any, swizzle: str) -> Any:
 
     Args: offset: int or array of ints, bytes from a 1,024-byte boundary; swizzle: as of TensorMap. An involution.
     """
+    if not isinstance(offset, int) and getattr(getattr(offset, "dtype", None), "kind", None) not in ("i", "u"):
+        raise TypeError(f"offset: expected an int or an array of ints, got {offset!r}")
     pieces = {"none": 0, "32B": 1, "64B": 3, "128B": 7}[_one_of("swizzle", swizzle, tuple(SWIZZLE_BYTES))]
     return offset ^ (offset >> 3 & pieces << 4)
 

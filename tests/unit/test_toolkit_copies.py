@@ -197,6 +197,20 @@ for call in (tma.Overlap, lambda: tma.copy(Cuda(), Cuda()), lambda: tma.TensorMa
         assert error.startswith(f"{what}: needs compute capability 9.0, found no CuPy")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_tiles": 0}, "num_tiles: expected at least 1, got 0"),
+        ({"tile_bytes": 40}, "tile_bytes: expected a multiple of 16, got 40"),
+        ({"num_sms": 0}, "num_sms: expected at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_overlap_is_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        tma.Overlap(**options)
+
+
 def test_num_sms_is_checked():
     assert launch.num_sms(HOPPER, 132) == 132
     with pytest.raises(ValueError, match=r"num_sms: expected 1\.\.132, got 133"):

@@ -81,6 +81,12 @@ def test_an_axis_of_one_element_may_have_any_stride():
     assert tma.TensorMap(one, (1, 2, 1, 4)).strides == (512, 64, 16, 4)
 
 
+@pytest.mark.parametrize("offset", [16.0, [16], "16", None, np.zeros(2)], ids=str)
+def test_swizzled_wants_ints(offset):
+    with pytest.raises(TypeError, match="offset: expected an int or an array of ints"):
+        tma.swizzled(offset, "32B")
+
+
 @pytest.mark.parametrize("swizzle", SWIZZLE_BYTES)
 def test_swizzle_permutes_pieces_within_lines(swizzle):
     offset = np.arange(4096)
