@@ -30,7 +30,8 @@ def host_array(name: str, value: Any) -> np.ndarray:
     except (TypeError, ValueError) as error:  # rows of different lengths, a list of arrays on a GPU
         raise TypeError(f"{name}: expected an array, got {type(value).__name__}: {error}") from error
     if array.dtype.kind in "OSU":
-        raise TypeError(f"{name}: expected an array, got {type(value).__name__}")
+        of = f" of {array.dtype}" if isinstance(value, np.ndarray) else ""
+        raise TypeError(f"{name}: expected an array, got {type(value).__name__}{of}")
     return array
 
 

@@ -31,7 +31,7 @@ class LowLatencyVerbs(Group):
         """Bytes of num_rdma_bytes that hold the receive regions of this shape: 16-bit tokens, any num_topk. Local."""
         num_experts = checks.num_experts(num_experts, checks.integer("num_ranks", num_ranks, 1, abi.MAX_RANKS))
         tokens = low_latency_checks.max_tokens(num_max_dispatch_tokens_per_rank, 0, 1, num_experts)
-        hidden = checks.integer("hidden", hidden, 1)
+        hidden = checks.integer("hidden", hidden, 1, checks.MAX_ROW_BYTES // 2)
         return size_hint(LowLatencyShape(num_ranks, tokens, hidden, np.dtype(np.float16), abi.MAX_TOPK, num_experts))
 
     def low_latency_dispatch(
@@ -164,7 +164,7 @@ class LowLatencyVerbs(Group):
             raise ValueError("x: expected the array of get_next_low_latency_combine_buffer with zero_copy, got another")
         ids = (handle.num_tokens, handle.num_topk)
         if topk_idx is not None:
-            given = tuple(topk_idx.shape) if hasattr(topk_idx, "shape") else np.shape(topk_idx)
+            given = tuple((topk_idx if hasattr(topk_idx, "shape") else checks.host_array("topk_idx", topk_idx)).shape)
             if given != ids:
                 raise ValueError(f"topk_idx: expected shape {ids}, got {given}")
         if (topk_weights is None) != handle.with_weights:
@@ -192,20 +192,23 @@ class LowLatencyVerbs(Group):
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle, dtype: Any = ml_dtypes.bfloat16) -> Any:
         """`[num_local_experts, num_ranks * max, hidden]` for the experts' outputs of the next combine. Local.
 
-        It is the same memory for every second combine. It saves no copy: combine reads any array in place.
+        Of bfloat16 unless `dtype` says otherwise. It is the same memory for every second combine. It saves no copy:
+        combine reads any array in place.
         """
         engine = self._ready("get_next_low_latency_combine_buffer").low_latency
         if not isinstance(handle, LowLatencyHandle):
             raise TypeError(f"handle: expected one from low_latency_dispatch, got {type(handle).__name__}")
+        engine.check_valid(handle)
         return engine.next_combine_buffer(self._combine_shape(handle, checks.addable("dtype", dtype)))
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: a word that carries its epoch is never taken for another call's, so nothing needs cleaning."""
 
     def mask_rank(self, rank: int) -> None:
-        """Leaves `rank` out of low-latency calls from the next one on: it gives and gets no rows, nobody waits for it.
+        """Leaves `rank` out of low-latency calls from the next half on: it gives and gets no rows, nobody waits for it.
 
-        Local: every rank masks for itself. The masked rank is told 0 rows, so it does not hang either.
+        Local: every rank masks for itself. The masked rank is told 0 rows, so it does not hang either. What it has not
+        yet received of earlier calls is undefined then too.
         """
         self._set_mask("mask_rank", rank, masked=True)
 

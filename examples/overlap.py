@@ -1,8 +1,8 @@
 """A matrix product that runs while a dispatch is under way: how much time that saves, with few and with many SMs.
 
-Two ranks as threads:     python examples/overlap.py
-Four ranks as processes:  mpiexec -n 4 python -m mpi4py examples/overlap.py
-On the CPU, in a second:  python examples/overlap.py --tokens 64 --hidden 256 --size 128
+On a GPU, two threads:    python examples/overlap.py
+On GPUs, four processes:  mpiexec -n 4 python -m mpi4py examples/overlap.py
+On the CPU, in seconds:   python examples/overlap.py --tokens 64 --hidden 256 --size 128
 
 `with buffer.dispatch(..., async_finish=True).event:` holds what may run meanwhile; when the block ends, the current
 stream waits for the dispatch. A dispatch with handle= (or num_worst_tokens=) needs no count, so the host comes back at

@@ -143,8 +143,8 @@ class LowLatency(ABC):
         parts: Parts = {"x": ((shape.num_local_experts, shape.num_rows, shape.hidden), shape.dtype)}
         return self._carve(("x", self._numbers[COMBINE] % NUM_SLOTS), shape, lambda: parts)["x"]
 
-    def check_handle(self, handle: LowLatencyHandle) -> None:
-        """Its tables must not have been written over by the second-next dispatch, and must be complete."""
+    def check_valid(self, handle: LowLatencyHandle) -> None:
+        """Its tables must be ours, and not have been written over by the second-next dispatch."""
         if handle.owner is not self:
             raise StateError("handle: expected one from this Buffer's low_latency_dispatch, got another Buffer's")
         latest = self._numbers[DISPATCH]
@@ -153,6 +153,10 @@ class LowLatency(ABC):
                 f"handle: expected one of the last {NUM_SLOTS} low-latency dispatches, "
                 f"got number {handle.number} of {latest}"
             )
+
+    def check_handle(self, handle: LowLatencyHandle) -> None:
+        """It must be valid, and its tables complete."""
+        self.check_valid(handle)
         if any(call.tables is handle.tables for call in self._waiting(DISPATCH)):  # of its slot, so of itself
             raise StateError("handle: its dispatch is not complete; call the hook first")
 
@@ -170,7 +174,9 @@ class LowLatency(ABC):
     def _check_pending(self, operation: Operation, slot: int) -> None:
         """Calls that wait for their hooks leave `slot` alone."""
         if any(call.slot == slot for call in self._waiting(operation)):
-            raise StateError(f"{operation.verb}: {NUM_SLOTS} earlier calls still wait for their hooks")
+            raise StateError(
+                f"{operation.verb}: the call before the last one still waits for its hook; call that first"
+            )
         if operation == DISPATCH and any(call.tables_slot == slot for call in self._waiting(COMBINE)):
             raise StateError(
                 f"{operation.verb}: would write over the tables of the dispatch before the last one, "

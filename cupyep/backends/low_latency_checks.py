@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -33,10 +34,8 @@ def meta(array: Any) -> Meta:
 
 def dispatch_shape(*arguments: Any) -> LowLatencyShape:
     """As _dispatch_shape, looked up if the same arguments were right before: that is a third of a call's checks."""
-    try:
+    with contextlib.suppress(Exception):  # of a check, which says it again below, or one cannot be looked up
         return _dispatch_shape(*arguments)
-    except TypeError:  # of a check, which says it again below, or one cannot be looked up
-        pass
     return _dispatch_shape.__wrapped__(*arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +118,7 @@ def offsets(parts: Parts) -> dict[str, int]:
     found, end = {}, 0
     for name, (shape, dtype) in parts.items():
         found[name] = end
-        end = align(end + int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+        end = align(end + math.prod(shape) * np.dtype(dtype).itemsize)
     return {**found, "num_bytes": end}
 
 

@@ -144,7 +144,7 @@ def both_open(comm, backend):
         first, second = (low_latency.dispatch(buffer, job, backend) for job in jobs[:2])
         if comm.rank:  # in another order than the others: each half has its own channel
             low_latency.finish(second)
-        with pytest.raises(cupyep.StateError, match="2 earlier calls still wait for their hooks"):
+        with pytest.raises(cupyep.StateError, match="the call before the last one still waits for its hook"):
             low_latency.dispatch(buffer, jobs[2], backend)
         with pytest.raises(cupyep.StateError, match="its dispatch is not complete"):
             low_latency.combine(buffer, jobs[0], backend, first.handle)

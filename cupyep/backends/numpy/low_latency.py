@@ -48,14 +48,14 @@ class NumpyLowLatency(LowLatency):
 
     def _resize(self, region_bytes: int) -> None:
         initial = self._control.initial()
-        self._kept.append(getattr(self, "_arena", None))
-        self._arena = create_arena(self._comm, initial, NUM_REGIONS * region_bytes, self._config.timeout_s)
-        self._start_bytes, self._stride = initial.nbytes, region_bytes
+        arena = create_arena(self._comm, initial, NUM_REGIONS * region_bytes, self._config.timeout_s)
         regions: list[np.ndarray] = []  # taken before anybody sends: a full file system shows now
-        reserve = lambda: regions.append(self._arena.block(NUM_REGIONS * region_bytes))  # noqa: E731
+        reserve = lambda: regions.append(arena.block(NUM_REGIONS * region_bytes))  # noqa: E731
         self._comm.together("create arena", reserve, timeout_s=self._config.timeout_s)
+        self._kept.append(getattr(self, "_arena", None))  # from here on nothing fails
+        self._arena, self._start_bytes, self._stride = arena, initial.nbytes, region_bytes
         self._channels = {
-            channel: LowLatencyChannel(self._arena, self._control, self._comm, channel, self)
+            channel: LowLatencyChannel(arena, self._control, self._comm, channel, self)
             for channel in ChannelId
             if channel not in (ChannelId.NORMAL, ChannelId.BARRIER)
         }
