@@ -31,7 +31,7 @@ def parse(argv=None):
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=show_defaults)
     parser.add_argument("--tokens", type=positive, default=16, help="sequences of one micro-batch, per rank")
-    parser.add_argument("--hidden", type=positive, default=512, help="elements of a token; with --fp8 a multiple of 128")
+    parser.add_argument("--hidden", type=positive, default=512, help="elements of a token (--fp8: a multiple of 128)")
     parser.add_argument("--experts", type=positive, default=16, help="experts of all ranks together")
     parser.add_argument("--topk", type=positive, default=4, help="experts per token")
     parser.add_argument("--layers", type=positive, default=4, help="layers, all with the same weights")
