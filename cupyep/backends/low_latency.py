@@ -123,19 +123,9 @@ class LowLatency(ABC):
         out = inputs.pop("out")
         if out is None:
             out = results["out"][: handle.num_tokens]
-        with_weights = inputs["topk_weights"] is not None
-        call = LowLatencyCall(
-            COMBINE,
-            slot,
-            shape,
-            handle.num_tokens,
-            with_weights,
-            inputs,
-            {"out": out},
-            handle.tables,
-            (handle.number - 1) % NUM_SLOTS,
-            num_sms,
-        )
+        with_weights, tables = inputs["topk_weights"] is not None, (handle.tables, (handle.number - 1) % NUM_SLOTS)
+        results, num_tokens = {"out": out}, handle.num_tokens
+        call = LowLatencyCall(COMBINE, slot, shape, num_tokens, with_weights, inputs, results, *tables, num_sms)
         return out, *self._start(call, async_finish, split)
 
     def next_combine_buffer(self, shape: LowLatencyShape) -> Any:

@@ -114,8 +114,7 @@ class Rank:
                 arena, kernels, SimpleNamespace(rank=rank, size=size), region_bytes, self.masks, fates
             )
         self.launcher.timeout_s = TIMEOUT_S
-        self.error: CupyepError | None = None
-        self.turn = 0
+        self.error, self.turn = None, 0
         self.results = {
             (operation, slot): {
                 name: Array(self, extents, dtype)
@@ -124,10 +123,8 @@ class Rank:
             for operation in CHANNELS
             for slot in range(group.run.slots)
         }
-        self.tables = [
-            {name: self.results[DISPATCH, slot][name] for name in low_latency_abi.TABLES.fields}
-            for slot in range(group.run.slots)
-        ]
+        fields = low_latency_abi.TABLES.fields
+        self.tables = [{name: self.results[DISPATCH, i][name] for name in fields} for i in range(group.run.slots)]
         self.num_tokens = len(job.inputs(rank)[0])
         names = ("x", "topk_idx", "topk_weights", "y")
         self.inputs = [
