@@ -8,8 +8,8 @@
 # Three lanes run side by side. Two have ranks that are threads, with CUDA_DEVICE_MAX_CONNECTIONS=32: streams that share
 # a connection wait for each other. The third has ranks that are processes, under an MPS daemon of this script's own
 # where they share a GPU, and without that variable, which under MPS exhausts the GPU's channels. What looks at free
-# memory follows alone (marked so), and what kills a process when MPS has ended (no_mps). The tests choose their lane by
-# name: those with "mpi" or "process" in it start processes that wait for each other.
+# memory or at times follows alone (marked so), and what kills a process when MPS has ended (no_mps). The tests choose
+# their lane by name: those with "mpi" or "process" in it start processes that wait for each other.
 #
 # PYTHON names the interpreter (default: the checkout's .venv, else python3), SECONDS_AT_MOST another limit. The last
 # line has the counts; the exit status is 0 if all was run and nothing failed.
@@ -120,7 +120,7 @@ sanitize() {
 
 threads="not (mpi or process)" processes="mpi or process"
 tma=(tests/cuda/test_tma_*.py)
-cuda=(tests/cuda --ignore=tests/cuda/test_compile.py --ignore-glob='*/test_tma_*')  # the former needs no GPU
+cuda=(tests/cuda --ignore=tests/cuda/test_compile.py)  # which needs no GPU
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used --format=csv,noheader
 if ! "$python" -c 'import cupy; print("CuPy", cupy.__version__, "GPUs:", cupy.cuda.runtime.getDeviceCount())'; then
@@ -132,9 +132,9 @@ if [[ $mode != --sanitizer ]]; then
 fi
 case $mode in
   "")
-    CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 tests/multirank tests/misuse "${tma[@]}" -k "$threads" > "$work/threads.log" 2>&1 &
+    CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 tests/multirank tests/misuse "${tma[@]}" -k "$threads" -m "not alone" > "$work/threads.log" 2>&1 &
     lanes=($!)
-    CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 "${cuda[@]}" -k "$threads" -m "not alone" > "$work/cuda.log" 2>&1 &
+    CUDA_DEVICE_MAX_CONNECTIONS=32 run 500 "${cuda[@]}" --ignore-glob='*/test_tma_*' -k "$threads" -m "not alone" > "$work/cuda.log" 2>&1 &
     lanes+=($!)
     while sleep 3; do nvidia-smi --query-gpu=memory.used --format=csv,noheader; done > "$work/memory.log" &
     start_mps

@@ -10,8 +10,6 @@
 
 namespace cupyep {
 
-constexpr u32 kRankWords = (cfg::kNumRanks + 31) / 32;  // of 32 ranks each
-
 // Where rows lie at each rank, from the posts and the routing; in shared memory.
 struct Sources {
   u8* rows[cfg::kNumRanks];
@@ -119,9 +117,9 @@ class TmaGather {
       for (u32 word = 0; word < kRankWords; ++word) {
         order[word] = next[word];
         next[word] = order_of(p, num_units, unit + kBatch + mine, rank + word * 32);
-        goes[word] = __ballot_sync(~0u, order[word] >= 0 && !leave);
+        goes[word] = __ballot_sync(kAll, order[word] >= 0 && !leave);
       }
-      leave = __any_sync(~0u, aborted(p.sync));
+      leave = __any_sync(kAll, aborted(p.sync));
       for (u32 j = 0; j < kBatch && unit + j < num_units; ++j) {
         const u32 offset = index_of(unit + j) % cfg::kNumChunks * cfg::kChunkBytes, bytes = chunk_bytes(offset);
         constexpr u32 kOnes = cfg::kNumRanks < 32 ? (1u << (cfg::kNumRanks % 32)) - 1 : ~0u;  // a unit's ranks
@@ -249,9 +247,9 @@ class VectorGather {
         }
 #pragma unroll
         for (u32 word = 0; word < kRankWords; ++word) {
-          for (u32 left = __ballot_sync(~0u, orders[word] >= 0); left != 0; left &= left - 1) {
+          for (u32 left = __ballot_sync(kAll, orders[word] >= 0); left != 0; left &= left - 1) {
             const u32 owner = __ffs(left) - 1;
-            const u64 row = static_cast<u64>(__shfl_sync(~0u, orders[word], owner)) * cfg::kRowBytes;
+            const u64 row = static_cast<u64>(__shfl_sync(kAll, orders[word], owner)) * cfg::kRowBytes;
             const Vec* vecs = reinterpret_cast<const Vec*>(from.rows[word * 32 + owner] + row);
             Vec batch[kBatch];
 #pragma unroll

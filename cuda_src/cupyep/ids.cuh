@@ -7,8 +7,6 @@ namespace cupyep {
 using ptx::u32;
 using ptx::u64;
 
-constexpr u32 kNone = ~0u;
-
 // ids[j] = topk_idx[at + j * stride] of `count`; past the end the last one, as loads without conditions do not wait for
 // each other.
 template <u32 kLoads, class Id>

@@ -18,9 +18,6 @@
 
 namespace cupyep {
 
-constexpr u32 kRankWords = (cfg::kNumRanks + 31) / 32;  // of 32 ranks each
-constexpr u32 kAll = ~0u;
-
 // --- words -----------------------------------------------------------------------------------------------------------
 
 // What `sender` told `owner`: bits 32..63 epoch, 16..31 signature, 0..15 a count, 0 for nothing. In owner's memory.

@@ -5,7 +5,6 @@
 
 namespace cupyep {
 
-using u16 = unsigned short;
 constexpr u16 kNoExpert = 0xffff;
 constexpr u32 kIdLoads = 4;  // of a thread, under way together
 

@@ -119,7 +119,7 @@ class VectorMover {
     constexpr u32 kBatch = 4;
     const Vec* from = reinterpret_cast<const Vec*>(x_ + static_cast<u64>(unit.token) * cfg::kRowBytes + unit.offset);
     const u32 lane = threadIdx.x % 32, num_vecs = unit.bytes / sizeof(Vec);
-    const u32 takers = __ballot_sync(~0u, row != nullptr);
+    const u32 takers = __ballot_sync(kAll, row != nullptr);
     if (takers == 0) return;
     for (u32 start = lane; start < num_vecs + lane; start += 32 * kBatch) {  // the same number of turns in every lane
       Vec batch[kBatch];
@@ -128,7 +128,7 @@ class VectorMover {
         if (start + 32 * j < num_vecs) batch[j] = from[start + 32 * j];
       }
       for (u32 left = takers; left != 0; left &= left - 1) {
-        const u64 there = __shfl_sync(~0u, reinterpret_cast<u64>(row), __ffs(left) - 1);
+        const u64 there = __shfl_sync(kAll, reinterpret_cast<u64>(row), __ffs(left) - 1);
         Vec* to = reinterpret_cast<Vec*>(there + unit.offset);
 #pragma unroll
         for (u32 j = 0; j < kBatch; ++j) {

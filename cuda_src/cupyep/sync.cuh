@@ -20,6 +20,11 @@ namespace cupyep {
 using ptx::u32;
 using ptx::u64;
 using u8 = unsigned char;
+using u16 = unsigned short;
+
+constexpr u32 kAll = ~0u;   // lanes of a warp
+constexpr u32 kNone = ~0u;  // in place of an index
+constexpr u32 kRankWords = (cfg::kNumRanks + 31) / 32;  // of 32 ranks each
 
 constexpr u32 kPostEpochWord = cfg::kPostEpochOffset / 4;
 constexpr u32 kPostWords = sizeof(Post) / 4;

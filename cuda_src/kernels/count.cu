@@ -16,15 +16,13 @@
 #include <cupyep/sync.cuh>
 
 using namespace cupyep;
-using u16 = unsigned short;
 
-constexpr u32 kAll = ~0u, kWarps = 32;
-constexpr u32 kGroups = (cfg::kNumRanks + 31) / 32;  // of 32 ranks: one word of a lane's rank mask each
-constexpr u32 kLoads = 8;                            // of a lane, under way together
+constexpr u32 kWarps = 32;
+constexpr u32 kLoads = 8;  // of a lane, under way together
 constexpr u32 kScratchWords = cfg::kNumRanks < 16 * kLoads ? 16 * kLoads : cfg::kNumRanks;
 
 struct RankMask {
-  u32 words[kGroups];
+  u32 words[kRankWords];
 };
 
 constexpr u32 kPlaces = cfg::kNumRanks % 4 == 0 ? 4 : cfg::kNumRanks % 2 == 0 ? 2 : 1;  // stored at once
@@ -61,7 +59,7 @@ __device__ __forceinline__ RankMask ranks_of(const CountParams& p, u32 token, u3
   for (u32 k = 0; k < num_topk && lane < num_tokens; ++k) {
     const u32 rank = ranks[lane * num_topk + k];
 #pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) mask.words[group] |= rank / 32 == group ? 1u << rank % 32 : 0;
+    for (u32 word = 0; word < kRankWords; ++word) mask.words[word] |= rank / 32 == word ? 1u << rank % 32 : 0;
   }
   return mask;
 }
@@ -84,28 +82,28 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   __syncthreads();
 
   // First pass: each token's ranks; in lane rank % 32, tokens of this warp for each rank; listings of each expert.
-  u32 places[kGroups] = {};
+  u32 places[kRankWords] = {};
   for (u32 token = first; token < last; token += step) {
     const u32 taken = min(step, last - token);
     const RankMask mask = ranks_of(p, token, taken, inverse, reinterpret_cast<u16*>(scratch[warp]), histogram, &bad_at);
     u32* order = reinterpret_cast<u32*>(p.order) + static_cast<u64>(token + lane) * cfg::kNumRanks;
 #pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) {
-      if (lane < taken) order[group] = mask.words[group];
+    for (u32 word = 0; word < kRankWords; ++word) {
+      if (lane < taken) order[word] = mask.words[word];
     }
 #pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) {
+    for (u32 word = 0; word < kRankWords; ++word) {
 #pragma unroll 8
-      for (u32 bit = 0; bit < min(cfg::kNumRanks - group * 32, 32u); ++bit) {
-        const u32 ballot = __ballot_sync(kAll, mask.words[group] >> bit & 1);
-        if (lane == bit) places[group] += __popc(ballot);
+      for (u32 bit = 0; bit < min(cfg::kNumRanks - word * 32, 32u); ++bit) {
+        const u32 ballot = __ballot_sync(kAll, mask.words[word] >> bit & 1);
+        if (lane == bit) places[word] += __popc(ballot);
       }
     }
   }
   __syncwarp();  // all lanes have read the last ranks
 #pragma unroll
-  for (u32 group = 0; group < kGroups; ++group) {
-    if (group * 32 + lane < cfg::kNumRanks) scratch[warp][group * 32 + lane] = places[group];
+  for (u32 word = 0; word < kRankWords; ++word) {
+    if (word * 32 + lane < cfg::kNumRanks) scratch[warp][word * 32 + lane] = places[word];
   }
   __syncthreads();
   for (u32 rank = warp; rank < cfg::kNumRanks; rank += kWarps) {  // lane w: warp w's
@@ -134,30 +132,30 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
 
   // Second pass, while the peers' posts are under way: every token's place.
 #pragma unroll
-  for (u32 group = 0; group < kGroups; ++group) {
-    if (group * 32 + lane < cfg::kNumRanks) places[group] = scratch[warp][group * 32 + lane];
+  for (u32 word = 0; word < kRankWords; ++word) {
+    if (word * 32 + lane < cfg::kNumRanks) places[word] = scratch[warp][word * 32 + lane];
   }
   for (u32 token = first; token < last; token += step) {
     const bool is_ours = lane < min(step, last - token);
     u32* order = reinterpret_cast<u32*>(p.order) + static_cast<u64>(token + lane) * cfg::kNumRanks;
     RankMask mask = {};
 #pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) {
-      if (is_ours) mask.words[group] = order[group];
+    for (u32 word = 0; word < kRankWords; ++word) {
+      if (is_ours) mask.words[word] = order[word];
     }
 #pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) {
+    for (u32 word = 0; word < kRankWords; ++word) {
 #pragma unroll 2
-      for (u32 bit = 0; bit < min(cfg::kNumRanks - group * 32, 32u); bit += kPlaces) {
+      for (u32 bit = 0; bit < min(cfg::kNumRanks - word * 32, 32u); bit += kPlaces) {
         Places to;
 #pragma unroll
         for (u32 i = 0; i < kPlaces; ++i) {
-          const bool goes = mask.words[group] >> (bit + i) & 1;
-          const u32 ballot = __ballot_sync(kAll, goes), start = __shfl_sync(kAll, places[group], bit + i);
+          const bool goes = mask.words[word] >> (bit + i) & 1;
+          const u32 ballot = __ballot_sync(kAll, goes), start = __shfl_sync(kAll, places[word], bit + i);
           to.of[i] = goes ? static_cast<int>(start + __popc(ballot & ((1u << lane) - 1))) : -1;
-          if (lane == bit + i) places[group] += __popc(ballot);
+          if (lane == bit + i) places[word] += __popc(ballot);
         }
-        if (is_ours) reinterpret_cast<Places*>(order)[(group * 32 + bit) / kPlaces] = to;
+        if (is_ours) reinterpret_cast<Places*>(order)[(word * 32 + bit) / kPlaces] = to;
       }
     }
   }

@@ -19,18 +19,16 @@
 
 using namespace cupyep;
 
-constexpr u32 kGroups = (cfg::kNumRanks + 31) / 32;
-
 // The places of a token. They are read one turn ahead: their latency would cost as much as a short row.
 struct Places {
-  int order[kGroups];  // of rank group * 32 + lane: place among our tokens for that rank, or -1
+  int order[kRankWords];  // of rank word * 32 + lane: place among our tokens for that rank, or -1
 
   __device__ __forceinline__ void read(const PushParams& p, u32 token, u32 lane) {
 #pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) {
-      const u32 rank = group * 32 + lane;
+    for (u32 word = 0; word < kRankWords; ++word) {
+      const u32 rank = word * 32 + lane;
       const int* orders = reinterpret_cast<const int*>(p.order) + static_cast<u64>(token) * cfg::kNumRanks;
-      order[group] = rank < cfg::kNumRanks ? orders[rank] : -1;
+      order[word] = rank < cfg::kNumRanks ? orders[rank] : -1;
     }
   }
 };
@@ -80,14 +78,14 @@ extern "C" __global__ void __launch_bounds__(cfg::kPushThreads, 1) push(const __
     if (i + 1 < walk.count) next.read(p, walk.unit(i + 1).token, lane);
     mover.wait(i);
 #pragma unroll
-    for (u32 group = 0; group < kGroups; ++group) {
-      const u32 rank = group * 32 + lane;
-      const int row = places.order[group] < 0 ? -1 : places.order[group] + static_cast<int>(to.base[rank]);
+    for (u32 word = 0; word < kRankWords; ++word) {
+      const u32 rank = word * 32 + lane;
+      const int row = places.order[word] < 0 ? -1 : places.order[word] + static_cast<int>(to.base[rank]);
       const bool goes = row >= 0 && (fits &= within(p, to, row, rank, epoch));
       mover.store(goes ? to.rows[rank] + static_cast<u64>(row) * cfg::kRowBytes : nullptr, unit);
     }
     mover.next(i);
-    leave = __any_sync(~0u, stop || !fits);
+    leave = __any_sync(kAll, stop || !fits);
     stop = aborted(p.sync);  // looked at one turn later, so that its latency is hidden
   }
   mover.drain();  // H4: every store is complete before this rank says so

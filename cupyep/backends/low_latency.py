@@ -208,7 +208,11 @@ class LowLatency(ABC):
                 self._prepared.add((verb, each))
 
     def _results(self, operation: Operation, slot: int, shape: LowLatencyShape) -> dict[str, Any]:
-        return self._carve((operation, slot), shape, lambda: shape.results(operation))
+        views = self._carve((operation, slot), shape, lambda: shape.results(operation))
+        if operation == DISPATCH and "tables" not in views:
+            views["scales"] = views["recv_scales"].swapaxes(1, 2)  # as users get them
+            views["tables"] = {name: views[name] for name in low_latency_abi.TABLES.fields}
+        return views
 
     def _carve(self, key: tuple[Any, ...], shape: LowLatencyShape, make: Callable[[], Parts]) -> dict[str, Any]:
         """Arrays over the memory of `key`, which grows as needed; a shape stays where it was, for graphs' sake."""
@@ -224,9 +228,6 @@ class LowLatency(ABC):
         for name, (extents, dtype) in parts.items():
             num_bytes = int(np.prod(extents, dtype=np.int64)) * np.dtype(dtype).itemsize
             views[name] = memory[places[name] : places[name] + num_bytes].view(dtype).reshape(extents)
-        if "recv_scales" in views:
-            views["scales"] = views["recv_scales"].swapaxes(1, 2)  # as users get them
-            views["tables"] = {name: views[name] for name in low_latency_abi.TABLES.fields}
         return self._views.setdefault((key, shape), views)
 
     def _start(self, call: LowLatencyCall, async_finish: bool, split: bool) -> tuple[Any, Callable[[], None] | None]:

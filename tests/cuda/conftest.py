@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))  # compile_helpers
 
 MARKS = {
     "gpu": "needs a GPU that CuPy can use",
-    "alone": "looks at the GPU's free memory: nothing else may use the GPU",
+    "alone": "looks at the GPU's free memory, or at times: nothing else may use the GPU",
     "no_mps": "kills a process with GPU work outstanding, which leaves other clients of MPS undefined: MPS must be off",
 }
 
