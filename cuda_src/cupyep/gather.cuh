@@ -47,7 +47,8 @@ __device__ __forceinline__ u32 in_register(u32 value) {
 // without rows, and everybody runs dry with the barriers in step and no load under way.
 class TmaGather {
  public:
-  __device__ explicit TmaGather(u8* smem) : warp_(threadIdx.x / 32 % kGroupWarps), group_(threadIdx.x / 32 / kGroupWarps) {
+  __device__ TmaGather(u8* smem, const PullParams& p)
+      : warp_(threadIdx.x / 32 % kGroupWarps), group_(threadIdx.x / 32 / kGroupWarps) {
     u64* barriers = reinterpret_cast<u64*>(smem + cfg::kGroups * cfg::kSlots * kStageBytes);
     u32* kinds = reinterpret_cast<u32*>(barriers + cfg::kGroups * 2 * cfg::kSlots);
     full_ = barriers + group_ * 2 * cfg::kSlots;
@@ -60,13 +61,14 @@ class TmaGather {
       }
       ptx::fence_mbarrier_init_release_cluster();  // H6; the CTA barriers of wait_posts follow
     }
+    const u32 total = p.num_tokens * cfg::kNumChunks, first = index_of(0);
+    num_units_ = total > first ? (total - first - 1) / (gridDim.x * cfg::kGroups) + 1 : 0;
+    if (warp_ == cfg::kConsumerWarps) read_next(p, 0);
   }
 
   __device__ __forceinline__ void run(const PullParams& p, const Sources& from) {
-    const u32 total = p.num_tokens * cfg::kNumChunks, first = index_of(0);
-    const u32 num_units = total > first ? (total - first - 1) / (gridDim.x * cfg::kGroups) + 1 : 0;
-    if (warp_ == cfg::kConsumerWarps) load(p, from, num_units);
-    else add(p, num_units);
+    if (warp_ == cfg::kConsumerWarps) load(p, from);
+    else add(p);
   }
 
  private:
@@ -101,26 +103,32 @@ class TmaGather {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void load(const PullParams& p, const Sources& from, u32 num_units) const {
+  // Places of a batch of units, a rank per lane (and per word, beyond 32 ranks), read a batch ahead.
+  __device__ __forceinline__ void read_next(const PullParams& p, u32 unit) {
+    const u32 lane = threadIdx.x % 32, mine = unit + (kBatch > 1 ? lane / cfg::kNumRanks : 0);
+#pragma unroll
+    for (u32 word = 0; word < kRankWords; ++word) {
+      const u32 rank = word * 32 + (kBatch > 1 ? lane % cfg::kNumRanks : lane);
+      next_[word] = mine < num_units_ ? order_at(p, index_of(mine) / cfg::kNumChunks, rank) : -1;
+    }
+  }
+
+  __device__ __forceinline__ void load(const PullParams& p, const Sources& from) {
     const u32 lane = threadIdx.x % 32, mine = kBatch > 1 ? lane / cfg::kNumRanks : 0, rank = kBatch > 1 ? lane % cfg::kNumRanks : lane;
     const u32 full = ptx::smem_addr(full_), empty = full + cfg::kSlots * 8;
     u32 slot = 0, phase = 1;  // of empty: the first lap waits for nobody
     bool leave = false;
-    // Places of a batch of units, a rank per lane (and per word, beyond 32 ranks), read a batch ahead.
-    int next[kRankWords];
-#pragma unroll
-    for (u32 word = 0; word < kRankWords; ++word) next[word] = order_of(p, num_units, mine, rank + word * 32);
-    for (u32 unit = 0; unit < num_units; unit += kBatch) {
+    for (u32 unit = 0; unit < num_units_; unit += kBatch) {
       int order[kRankWords];
       u32 goes[kRankWords];
 #pragma unroll
       for (u32 word = 0; word < kRankWords; ++word) {
-        order[word] = next[word];
-        next[word] = order_of(p, num_units, unit + kBatch + mine, rank + word * 32);
+        order[word] = next_[word];
         goes[word] = __ballot_sync(kAll, order[word] >= 0 && !leave);
       }
+      read_next(p, unit + kBatch);
       leave = __any_sync(kAll, aborted(p.sync));
-      for (u32 j = 0; j < kBatch && unit + j < num_units; ++j) {
+      for (u32 j = 0; j < kBatch && unit + j < num_units_; ++j) {
         const u32 offset = index_of(unit + j) % cfg::kNumChunks * cfg::kChunkBytes, bytes = chunk_bytes(offset);
         constexpr u32 kOnes = cfg::kNumRanks < 32 ? (1u << (cfg::kNumRanks % 32)) - 1 : ~0u;  // a unit's ranks
         u32 num_left = 0;
@@ -155,15 +163,11 @@ class TmaGather {
     }
   }
 
-  __device__ __forceinline__ int order_of(const PullParams& p, u32 num_units, u32 unit, u32 rank) const {
-    return unit < num_units ? order_at(p, index_of(unit) / cfg::kNumChunks, rank) : -1;
-  }
-
-  __device__ __forceinline__ void add(const PullParams& p, u32 num_units) const {
+  __device__ __forceinline__ void add(const PullParams& p) const {
     const u32 lane = in_register(threadIdx.x % 32), thread = warp_ * 32 + lane;
     const u32 full = in_register(ptx::smem_addr(full_)), vec = in_register(ptx::smem_addr(ring_) + thread * 16);
     u32 slot = 0, phase = 0;
-    for (u32 unit = 0; unit < num_units; ++unit) {
+    for (u32 unit = 0; unit < num_units_; ++unit) {
       const u32 token = index_of(unit) / cfg::kNumChunks, offset = index_of(unit) % cfg::kNumChunks * cfg::kChunkBytes;
       const u32 num_vecs = chunk_bytes(offset) / 16;
       const u64 place = static_cast<u64>(token) * cfg::kRowBytes + offset;
@@ -217,7 +221,8 @@ class TmaGather {
     }
   }
 
-  u32 warp_, group_;
+  u32 warp_, group_, num_units_;
+  int next_[kRankWords] = {};
   u8* ring_;
   u64* full_;  // [kSlots], and empty behind them
   u32* kind_;
@@ -227,7 +232,7 @@ class TmaGather {
 // One token per warp at a time; each lane adds its vectors of kVecBytes, kBatch at once, straight from the peers.
 class VectorGather {
  public:
-  __device__ explicit VectorGather(u8*) {}
+  __device__ VectorGather(u8*, const PullParams&) {}
 
   __device__ __forceinline__ void run(const PullParams& p, const Sources& from) {
     constexpr u32 kBatch = 4, kNumVecs = cfg::kRowBytes / cfg::kVecBytes;

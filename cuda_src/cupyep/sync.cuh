@@ -3,7 +3,8 @@
 // cupyep/backends/numpy/sync.py; the protocol is the same word for word.
 //
 // One operation of epoch e, seen from one rank:
-//   begin        every thread: e = the channel's epoch + 1. The epoch advances when the rank's last CTA is through.
+//   next_epoch   every thread: e = the channel's epoch + 1. The epoch advances when the rank's last CTA is through.
+//   begin        CTA 0: no other operation of this channel runs
 //   post         CTA 0: our Post to every rank, slot [e % 2][us]; the epoch word last, with release (H8)
 //   wait_posts   every CTA: until slot [e % 2][s] of our own control block says e, for EVERY rank s (H5, H7)
 //   ...          rows move
@@ -123,15 +124,16 @@ __device__ inline bool wait_word(const Sync& sync, const u32* word, u32 epoch, u
 
 // --- one operation ---------------------------------------------------------------------------------------------------
 
-// Every thread; returns the operation's epoch. The busy word catches two operations of one channel at once; the last
-// thread looks at it, as the first ones have peers to wait for.
-__device__ inline u32 begin(const Sync& sync, u32 operation) {
-  ChannelState* state = channel_state(sync);
-  const u32 epoch = ptx::ld_relaxed_gpu(&state->epoch) + 1;
-  if (blockIdx.x == 0 && threadIdx.x == blockDim.x - 1 && ptx::atom_acq_rel_gpu_cas(&state->busy, 0u, 1u) != 0) {
+// Every thread: the epoch of the operation that is to begin.
+__device__ __forceinline__ u32 next_epoch(const Sync& sync) { return ptx::ld_relaxed_gpu(&channel_state(sync)->epoch) + 1; }
+
+// Every thread. The busy word catches two operations of one channel at once, and orders nothing; the last thread looks
+// at it, as the first ones have peers to wait for.
+__device__ inline void begin(const Sync& sync, u32 operation, u32 epoch) {
+  if (blockIdx.x != 0 || threadIdx.x != blockDim.x - 1) return;
+  if (ptx::atom_relaxed_gpu_cas(&channel_state(sync)->busy, 0u, 1u) != 0) {
     abort_all(sync, abort_record(sync, cfg::kAbortOverlap, operation, sync.rank, epoch), epoch);
   }
-  return epoch;
 }
 
 // CTA 0, all threads. What was stored before, by any of its threads, is published with the post (H8).

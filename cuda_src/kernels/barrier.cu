@@ -6,12 +6,13 @@
 using namespace cupyep;
 
 extern "C" __global__ void __launch_bounds__(32, 1) barrier(const __grid_constant__ BarrierParams p) {
-  const u32 epoch = begin(p.sync, p.post.operation);
+  const u32 epoch = next_epoch(p.sync);
+  begin(p.sync, p.post.operation, epoch);
   post(p.sync, p.post, epoch);
   end(p.sync, 1, epoch, wait_posts(p.sync, p.post.operation, epoch));
 }
 
 extern "C" __global__ void __launch_bounds__(1, 1) abort_peers(const __grid_constant__ AbortParams p) {
-  const u32 epoch = ptx::ld_relaxed_gpu(&channel_state(p.sync)->epoch) + 1;  // of the operation that runs, or comes next
+  const u32 epoch = next_epoch(p.sync);  // of the operation that runs, or comes next
   abort_all(p.sync, p.word | epoch, epoch);
 }

@@ -6,7 +6,8 @@ using namespace cupyep;
 
 extern "C" __global__ void __launch_bounds__(32, 1) barriers(const __grid_constant__ BarrierParams p) {
   for (u32 i = 0; i < cfg::kNumBarriers; ++i) {
-    const u32 epoch = begin(p.sync, p.post.operation);
+    const u32 epoch = next_epoch(p.sync);
+    begin(p.sync, p.post.operation, epoch);
     post(p.sync, p.post, epoch);
     const u32 verdict = wait_posts(p.sync, p.post.operation, epoch);
     end(p.sync, 1, epoch, verdict);

@@ -75,7 +75,8 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32, 1) count(const __grid_
   const u32 step = min(32u, 32 * kLoads / p.post.num_topk);  // tokens that a warp takes at once
   const u32 stretch = (num_tokens + kWarps * step - 1) / (kWarps * step) * step;
   const u32 first = min(warp * stretch, num_tokens), last = min(first + stretch, num_tokens);
-  const u32 epoch = begin(p.sync, cfg::kOperationCount);
+  const u32 epoch = next_epoch(p.sync);
+  begin(p.sync, cfg::kOperationCount, epoch);
 
   for (u32 expert = threadIdx.x; expert <= num_experts; expert += blockDim.x) histogram[expert] = 0;
   if (threadIdx.x == 0) bad_at = ~0ull;

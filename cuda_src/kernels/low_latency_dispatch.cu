@@ -230,10 +230,10 @@ __device__ bool receive(const Params& p, u8* smem, u32 epoch) {
 
 extern "C" __global__ void __launch_bounds__(cfg::kThreads, 2) low_latency_dispatch(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) u8 smem[];
-  u32 epoch = ptx::ld_relaxed_gpu(&channel_state(p.sync)->epoch) + 1;
+  const u32 epoch = next_epoch(p.sync);
   bool well = true;
   if (p.ll.phases & cfg::kPhaseSend) {
-    epoch = begin(p.sync, cfg::kOperationLowLatencyDispatch);
+    begin(p.sync, cfg::kOperationLowLatencyDispatch, epoch);
     well = send(p, smem, epoch);
   }
   if (well && p.ll.phases & cfg::kPhaseReceive) receive(p, smem, epoch);

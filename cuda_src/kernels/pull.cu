@@ -49,16 +49,23 @@ __device__ __forceinline__ void pull_weights(const PullParams& p, const Sources&
 extern "C" __global__ void __launch_bounds__(cfg::kPullThreads, 1) pull(const __grid_constant__ PullParams p) {
   extern __shared__ __align__(128) u8 smem[];
   __shared__ Sources from;
-  if (reinterpret_cast<const Routing*>(p.routing)->skip) return;  // nor did PUSH run, on any rank
-  const u32 epoch = begin(p.sync, cfg::kOperationPull);
-  Gather gather(smem);
-  if (blockIdx.x == 0) post(p.sync, p.post, epoch);
+  const Routing* routing = reinterpret_cast<const Routing*>(p.routing);
+  const u32 epoch = next_epoch(p.sync);
+  // What is ours is read before we wait for peers, and none of it waits for another.
+  for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
+    const u64 base = reinterpret_cast<const int*>(routing + 1)[rank];
+    from.rows[rank] = arena(p.sync, rank) + base * cfg::kRowBytes;
+    from.weights[rank] = reinterpret_cast<float*>(arena(p.sync, rank)) + base * p.post.num_topk;
+  }
+  if (routing->skip) return;  // nor did PUSH run, on any rank
+  begin(p.sync, cfg::kOperationPull, epoch);
+  if (blockIdx.x == 0) post(p.sync, p.post, epoch);  // before all else: peers wait for it
+  Gather gather(smem, p);
   u32 verdict = wait_posts(p.sync, cfg::kOperationPull, epoch);
   for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
     const Post& theirs = *post_slot(p.sync, p.sync.rank, epoch, rank);
-    const u64 base = reinterpret_cast<const int*>(reinterpret_cast<const Routing*>(p.routing) + 1)[rank];
-    from.rows[rank] = arena(p.sync, rank) + theirs.rows_offset + base * cfg::kRowBytes;
-    from.weights[rank] = reinterpret_cast<float*>(arena(p.sync, rank) + theirs.weights_offset) + base * p.post.num_topk;
+    from.rows[rank] += theirs.rows_offset;
+    from.weights[rank] += theirs.weights_offset / sizeof(float);
   }
   __syncthreads();
 

@@ -44,22 +44,28 @@ extern "C" __global__ void __launch_bounds__(cfg::kPushThreads, 1) push(const __
   extern __shared__ __align__(128) u8 smem[];
   __shared__ Destinations to;
   const Routing* routing = reinterpret_cast<const Routing*>(p.routing);
+  const u32 lane = threadIdx.x % 32, epoch = next_epoch(p.sync);
+  // What is ours is read before we wait for peers, and none of it waits for another.
+  for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
+    to.rows[rank] = arena(p.sync, rank);
+    to.base[rank] = reinterpret_cast<const int*>(routing + 1)[rank];
+  }
   if (routing->skip) return;  // COUNT found that no rank may push: no epoch, no post
-  const u32 lane = threadIdx.x % 32;
-  const u32 epoch = begin(p.sync, cfg::kOperationPush);
+  begin(p.sync, cfg::kOperationPush, epoch);
+  if (blockIdx.x == 0) post(p.sync, p.post, epoch);  // before all else: peers wait for it
   const Walk walk(p.num_tokens);
-  Mover mover(smem, walk, reinterpret_cast<const u8*>(p.x));  // starts to load: x is ours, no peer is involved
+  Mover mover(smem, walk, reinterpret_cast<const u8*>(p.x));  // starts to load
+  Places next = {};
+  if (walk.count > 0) next.read(p, walk.unit(0).token, lane);
 
-  if (blockIdx.x == 0) post(p.sync, p.post, epoch);
   u32 verdict = wait_posts(p.sync, cfg::kOperationPush, epoch);
   for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
     const Post& theirs = *post_slot(p.sync, p.sync.rank, epoch, rank);
-    u8* block = arena(p.sync, rank);
+    u8* block = to.rows[rank];
     to.rows[rank] = block + theirs.rows_offset;
     to.idx[rank] = block + theirs.idx_offset;
     to.weights[rank] = reinterpret_cast<float*>(block + theirs.weights_offset);
     to.scales[rank] = reinterpret_cast<ScaleVec*>(block + theirs.scales_offset);
-    to.base[rank] = reinterpret_cast<const int*>(routing + 1)[rank];
     to.capacity[rank] = theirs.capacity;
   }
   __syncthreads();
@@ -69,8 +75,6 @@ extern "C" __global__ void __launch_bounds__(cfg::kPushThreads, 1) push(const __
     if (p.topk_idx != 0) push_columns(p, to);
     push_scales(p, to);
   }
-  Places next = {};
-  if (walk.count > 0) next.read(p, walk.unit(0).token, lane);
   for (u32 i = 0; i < walk.count && !leave; ++i) {
     const Unit unit = walk.unit(i);
     const Places places = next;

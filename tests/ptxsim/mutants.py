@@ -133,7 +133,7 @@ MUTANTS = [
            "ptx::cp_async_bulk_wait_group_read<2>();"),
     mutant("push: lane 0 refills before the other lanes' stores have read", "rows", MOVER,
            "ptx::cp_async_bulk_wait_group_read<1>();\n      __syncwarp();",
-           "ptx::cp_async_bulk_wait_group_read<1>();", seed=14),
+           "ptx::cp_async_bulk_wait_group_read<1>();", seed=85),
     mutant("push: no fence after mbarrier.init (H6)", "push", MOVER, "ptx::fence_mbarrier_init_release_cluster();"),
     mutant("push: drain without the loads under way", "stalled", MOVER, "for (; waited_ < issued_; ++waited_) {",
            "for (; false;) {", seed=1),
@@ -161,7 +161,7 @@ MUTANTS = [
            "ptx::fence_proxy_async_shared_cta();"),
     mutant("pull: slot given back before all lanes have read", "ring", GATHER,
            "ptx::fence_proxy_async_shared_cta();\n            __syncwarp();",
-           "ptx::fence_proxy_async_shared_cta();", seed=12),
+           "ptx::fence_proxy_async_shared_cta();", seed=0),
     mutant("pull: no fence after mbarrier.init (H6)", "ring", GATHER, "ptx::fence_mbarrier_init_release_cluster();"),
     mutant("pull: no kind", "sparse", GATHER,
            "kind_[slot] = num_left == 0 ? num_rows | kLast : num_rows;", ""),
@@ -179,7 +179,7 @@ MUTANTS = [
     mutant("pull: row off by one", "ring", GATHER, "static_cast<u64>(order[word]) * cfg::kRowBytes",
            "static_cast<u64>(order[word] + 1) * cfg::kRowBytes"),
     mutant("pull: says done before it has read (no done word)", "ctas", PULL,
-           "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done", seed=3),
+           "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done", seed=1),
     mutant("pull: a CTA leaves without arriving", "ctas", PULL, "if (!arrive_last(p.sync)) return;",
            "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=2),
     # the handshake
@@ -217,9 +217,9 @@ MUTANTS = [
            "for (u32 rank = 0; rank < cfg::kNumRanks; ++rank) ptx::st_release_sys(abort_word(sync, rank), verdict);"),
     mutant("abort names the wrong peer", "absent", SYNC, "static_cast<u64>(peer) << 32",
            "static_cast<u64>(sync.rank) << 32"),
-    mutant("abort: every rank keeps its own record", "absent", SYNC, "first == 0 ? record : first", "record", seed=2),
+    mutant("abort: every rank keeps its own record", "absent", SYNC, "first == 0 ? record : first", "record", seed=3),
     mutant("done: told by a rank that has left", "stalled", SYNC, "if (__syncthreads_or(aborted(sync))) return false;",
-           seed=105),
+           seed=115),
     # COUNT and the vector mover
     mutant("count: places start anew every 32 tokens", "many", COUNT,
            "if (lane == bit + i) places[word] += __popc(ballot);"),
@@ -227,7 +227,7 @@ MUTANTS = [
            "if (lane == bit) places[word] = __popc(ballot);"),
     Mutant("count: one table of counts instead of two", "count", (
         (COUNT, "((epoch & 1) * cfg::kNumRanks + p.sync.rank) * cfg::kCountsWords", "p.sync.rank * cfg::kCountsWords"),
-        (COUNT, "(epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;", "0;")), seed=2),
+        (COUNT, "(epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;", "0;")), seed=6),
     Mutant("count: posted before the counts are there (H8)", "count", (
         (COUNT, "  post(p.sync, p.post, epoch);\n\n  // Second", "  // Second"),
         (COUNT, "  // Counts to every peer", "  post(p.sync, p.post, epoch);\n  // Counts to every peer"))),
