@@ -10,7 +10,7 @@
 
 namespace cupyep {
 
-// Where rows lie at each rank, from the posts and the routing; in shared memory.
+// Where our rows lie at each rank, from the routing and, once these are here, the posts; in shared memory.
 struct Sources {
   u8* rows[cfg::kNumRanks];
   float* weights[cfg::kNumRanks];
@@ -103,18 +103,21 @@ class TmaGather {
     __syncwarp();
   }
 
-  // Places of a batch of units, a rank per lane (and per word, beyond 32 ranks), read a batch ahead.
-  __device__ __forceinline__ void read_next(const PullParams& p, u32 unit) {
-    const u32 lane = threadIdx.x % 32, mine = unit + (kBatch > 1 ? lane / cfg::kNumRanks : 0);
+  // The loader's lanes stand for a batch of units, and within each for its ranks (of 32 at a time, if there are more).
+  __device__ __forceinline__ static u32 lane_unit() { return kBatch > 1 ? threadIdx.x % 32 / cfg::kNumRanks : 0; }
+  __device__ __forceinline__ static u32 lane_rank() { return threadIdx.x % 32 % (kBatch > 1 ? cfg::kNumRanks : 32); }
+
+  // Places of the batch of units from `first` on, read a batch ahead.
+  __device__ __forceinline__ void read_next(const PullParams& p, u32 first) {
+    const u32 unit = first + lane_unit();
 #pragma unroll
     for (u32 word = 0; word < kRankWords; ++word) {
-      const u32 rank = word * 32 + (kBatch > 1 ? lane % cfg::kNumRanks : lane);
-      next_[word] = mine < num_units_ ? order_at(p, index_of(mine) / cfg::kNumChunks, rank) : -1;
+      next_[word] = unit < num_units_ ? order_at(p, index_of(unit) / cfg::kNumChunks, word * 32 + lane_rank()) : -1;
     }
   }
 
   __device__ __forceinline__ void load(const PullParams& p, const Sources& from) {
-    const u32 lane = threadIdx.x % 32, mine = kBatch > 1 ? lane / cfg::kNumRanks : 0, rank = kBatch > 1 ? lane % cfg::kNumRanks : lane;
+    const u32 lane = threadIdx.x % 32, mine = lane_unit(), rank = lane_rank();
     const u32 full = ptx::smem_addr(full_), empty = full + cfg::kSlots * 8;
     u32 slot = 0, phase = 1;  // of empty: the first lap waits for nobody
     bool leave = false;

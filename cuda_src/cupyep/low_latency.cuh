@@ -2,7 +2,8 @@
 // What the two low-latency kernels share: who is waited for, how peers are told, where a row comes from.
 // The whole flow, with its words and tags, is in docs/low-latency.md. Seen from one rank, one channel, epoch e:
 //
-//   begin           e = the channel's epoch + 1
+//   next_epoch      e = the channel's epoch + 1, in either half
+//   begin           the send half: no other operation of this channel runs
 //   await_consumed  every CTA: until each peer's done word here says e - 1: it has read what we sent last (H7)
 //   ...             rows, by plain stores, into our part of the peers' receive regions
 //   publish         the rank's last CTA: one 8-byte word to each peer, data and epoch at once (H8, H9)

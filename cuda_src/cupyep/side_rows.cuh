@@ -10,7 +10,7 @@ namespace cupyep {
 constexpr u32 kScaleVecs = cfg::kScaleBytes / cfg::kScaleVecBytes;  // of a token
 using ScaleVec = VecOf<cfg::kScaleVecBytes>;
 
-// Where rows go at each destination, from the posts; in shared memory.
+// Where rows go at each destination, from the posts; in shared memory. Until these are here, rows are the ranks' arenas.
 struct Destinations {
   u8* rows[cfg::kNumRanks];
   u8* idx[cfg::kNumRanks];

@@ -1,6 +1,6 @@
 #pragma once
 // The handshake of one channel on the device: posts, done words, deadlines, abort and revoke. Its twin on the CPU is
-// cupyep/backends/numpy/sync.py; the protocol is the same word for word.
+// cupyep/backends/numpy/sync.py, where next_epoch and begin are one step; the protocol is the same word for word.
 //
 // One operation of epoch e, seen from one rank:
 //   next_epoch   every thread: e = the channel's epoch + 1. The epoch advances when the rank's last CTA is through.
@@ -124,7 +124,7 @@ __device__ inline bool wait_word(const Sync& sync, const u32* word, u32 epoch, u
 
 // --- one operation ---------------------------------------------------------------------------------------------------
 
-// Every thread: the epoch of the operation that is to begin.
+// Every thread: the epoch of the operation that is to begin, or of one whose first half has begun.
 __device__ __forceinline__ u32 next_epoch(const Sync& sync) { return ptx::ld_relaxed_gpu(&channel_state(sync)->epoch) + 1; }
 
 // Every thread. The busy word catches two operations of one channel at once, and orders nothing; the last thread looks
@@ -242,7 +242,7 @@ __device__ inline void end(const Sync& sync, u32 index, u32 epoch, u32 verdict) 
     ChannelState* state = channel_state(sync);
     ptx::st_relaxed_gpu(&state->arrived, 0u);
     ptx::st_relaxed_gpu(&state->epoch, epoch);
-    ptx::st_release_gpu(&state->busy, 0u);
+    ptx::st_relaxed_gpu(&state->busy, 0u);  // the kernel's end, or a barrier, orders it before the next CAS
   }
 }
 

@@ -54,8 +54,9 @@ extern "C" __global__ void __launch_bounds__(cfg::kPullThreads, 1) pull(const __
   // What is ours is read before we wait for peers, and none of it waits for another.
   for (u32 rank = threadIdx.x; rank < cfg::kNumRanks; rank += blockDim.x) {
     const u64 base = reinterpret_cast<const int*>(routing + 1)[rank];
-    from.rows[rank] = arena(p.sync, rank) + base * cfg::kRowBytes;
-    from.weights[rank] = reinterpret_cast<float*>(arena(p.sync, rank)) + base * p.post.num_topk;
+    u8* start = arena(p.sync, rank);
+    from.rows[rank] = start + base * cfg::kRowBytes;
+    from.weights[rank] = reinterpret_cast<float*>(start) + base * p.post.num_topk;
   }
   if (routing->skip) return;  // nor did PUSH run, on any rank
   begin(p.sync, cfg::kOperationPull, epoch);

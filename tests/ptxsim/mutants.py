@@ -161,7 +161,7 @@ MUTANTS = [
            "ptx::fence_proxy_async_shared_cta();"),
     mutant("pull: slot given back before all lanes have read", "ring", GATHER,
            "ptx::fence_proxy_async_shared_cta();\n            __syncwarp();",
-           "ptx::fence_proxy_async_shared_cta();", seed=0),
+           "ptx::fence_proxy_async_shared_cta();", seed=4),
     mutant("pull: no fence after mbarrier.init (H6)", "ring", GATHER, "ptx::fence_mbarrier_init_release_cluster();"),
     mutant("pull: no kind", "sparse", GATHER,
            "kind_[slot] = num_left == 0 ? num_rows | kLast : num_rows;", ""),
@@ -181,7 +181,7 @@ MUTANTS = [
     mutant("pull: says done before it has read (no done word)", "ctas", PULL,
            "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done", seed=1),
     mutant("pull: a CTA leaves without arriving", "ctas", PULL, "if (!arrive_last(p.sync)) return;",
-           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=2),
+           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=0),
     # the handshake
     mutant("post: release turned relaxed (H8)", "three", SYNC, "ptx::st_release_sys(slot + kPostEpochWord, epoch);",
            "ptx::st_relaxed_sys(slot + kPostEpochWord, epoch);"),

@@ -71,7 +71,7 @@ MUTANTS = [
     mutant("consumed: not waited for (H7)", "ahead", LL, "operation, peer, epoch - 1, seen);",
            "operation, peer, epoch - 9, seen);"),
     mutant("leave: the first CTA tells", "ahead", LL, "if (!arrive_last(sync)) return;\n  if (ll.phases",
-           "if (arrive_last(sync) == (gridDim.x > 1)) return;\n  if (ll.phases", seed=5),
+           "if (arrive_last(sync) == (gridDim.x > 1)) return;\n  if (ll.phases", seed=54),
     mutant("leave: done word of a send half", "halves", LL, "if (ll.phases & cfg::kPhaseReceive) {", "if (true) {"),
     mutant("leave: arrivals of a send half not reset", "halves", LL,
            "    ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);", "", seed=37),

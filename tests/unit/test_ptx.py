@@ -40,7 +40,8 @@ SM_80 = {
     **{f"out = atom_acq_rel_{scope}_add(&u, n)": f"atom.acq_rel.{scope}.global.add.u32" for scope in ("gpu", "sys")},
     **{
         f"out = atom_acq_rel_{scope}_cas({var}, n, 3)": f"atom.acq_rel.{scope}.global.cas.{kind}"
-        for scope, var, kind in (("gpu", "&w", "b64"), ("sys", "&u", "b32"), ("sys", "&w", "b64"))
+        for scope in ("gpu", "sys")
+        for var, kind in (("&u", "b32"), ("&w", "b64"))
     },
     "out = atom_relaxed_gpu_cas(&u, n, 3)": "atom.relaxed.gpu.global.cas.b32",
     "out = ld_global_v4(g).w": "ld.global.L1::no_allocate.v4.u32",

@@ -157,6 +157,17 @@ __device__ __forceinline__ u32 atom_relaxed_gpu_cas(u32* addr, u32 compare, u32 
   return before;
 }
 
+// atom.acq_rel.gpu.global.cas.b32 dst, [addr], compare, src;                                                      sm_70
+// Stores `value` if the word equals `compare`; returns what it was.
+__device__ __forceinline__ u32 atom_acq_rel_gpu_cas(u32* addr, u32 compare, u32 value) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(before)
+               : "l"(gmem_addr(addr)), "r"(compare), "r"(value)
+               : "memory");
+  return before;
+}
+
 // atom.acq_rel.gpu.global.cas.b64 dst, [addr], compare, src;                                                      sm_70
 // Stores `value` if the word equals `compare`; returns what it was.
 __device__ __forceinline__ u64 atom_acq_rel_gpu_cas(u64* addr, u64 compare, u64 value) {

@@ -2,7 +2,7 @@
 
 Follow one operation of epoch e, here and in the kernels alike:
 
-    begin       e = epoch + 1; the busy word catches two operations at once
+    begin       e = epoch + 1; the busy word catches two operations at once (on a GPU two steps: next_epoch, begin)
     post        our signature and block to every rank, slot [e % 2][us]; the epoch word last: it makes the rest valid
     wait_posts  until slot [e % 2][s] of our own block says e, for EVERY rank s
     (move)      rows go to or come from the blocks that were posted
