@@ -56,7 +56,7 @@ class AbortKind(IntEnum):
             "raised an exception",
             "was sent more rows than its block holds",
             "ran two operations of one channel at once",
-            "gave other arguments (shape, types, num_topk, num_experts, options or handle)",
+            "gave other arguments (shape, types, num_topk, num_experts, topk_weights or none, options or handle)",
         )[self - 1]
 
 

@@ -75,7 +75,8 @@ class ArenaExhaustedError(CupyepError, MemoryError):
         needed: what was asked for, in bytes; of num_worst_tokens, in rows.
         free: what there is in this unit: of an arena, in its largest gap.
         rank: where.
-        argument: what fixed the size: "num_nvl_bytes" (the arena's), "num_rdma_bytes" or "num_worst_tokens".
+        argument: what fixed the size: "num_nvl_bytes" (the arena's), "num_rdma_bytes", "num_worst_tokens", or the
+            folder of shared memory, which is full.
     """
 
     def __init__(self, needed: int, free: int, rank: int = 0, argument: str = "num_nvl_bytes") -> None:

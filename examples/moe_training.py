@@ -23,17 +23,23 @@ import cupyep
 LEARNT = 0.7  # the last loss is below this part of the first one
 
 
+def positive(text):
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
+
+
 def parse(argv=None):
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=show_defaults)
-    parser.add_argument("--ranks", type=int, default=4, help="threads, where no MPI launcher started this")
-    parser.add_argument("--tokens", type=int, default=64, help="per rank and step")
-    parser.add_argument("--features", type=int, default=16, help="elements of an input")
-    parser.add_argument("--hidden", type=int, default=32, help="elements of a token")
-    parser.add_argument("--ffn", type=int, default=32, help="inner width of an expert")
-    parser.add_argument("--experts", type=int, default=8, help="experts of all ranks together")
-    parser.add_argument("--topk", type=int, default=2, help="experts per token")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--ranks", type=positive, default=4, help="threads, where no MPI launcher started this")
+    parser.add_argument("--tokens", type=positive, default=64, help="per rank and step")
+    parser.add_argument("--features", type=positive, default=16, help="elements of an input")
+    parser.add_argument("--hidden", type=positive, default=32, help="elements of a token")
+    parser.add_argument("--ffn", type=positive, default=32, help="inner width of an expert")
+    parser.add_argument("--experts", type=positive, default=8, help="experts of all ranks together")
+    parser.add_argument("--topk", type=positive, default=2, help="experts per token")
+    parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--rate", type=float, default=0.3, help="learning rate")
     parser.add_argument("--backend", choices=["auto", "numpy", "cuda"], default="auto")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative difference of two losses")

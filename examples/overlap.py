@@ -22,17 +22,23 @@ from tqdm import tqdm
 import cupyep
 
 
+def positive(text):
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return number
+
+
 def parse(argv=None):
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=show_defaults)
-    parser.add_argument("--ranks", type=int, default=2, help="threads, where no MPI launcher started this")
-    parser.add_argument("--tokens", type=int, default=4096, help="per rank")
-    parser.add_argument("--hidden", type=int, default=7168, help="float16 elements of a token")
-    parser.add_argument("--experts", type=int, default=64, help="experts of all ranks together")
-    parser.add_argument("--topk", type=int, default=8, help="experts per token")
-    parser.add_argument("--size", type=int, default=4096, help="rows and columns of the product's matrices")
-    parser.add_argument("--sms", type=int, nargs="+", default=[8, 24], help="SM budgets of the dispatch")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps, after one that is not timed")
+    parser.add_argument("--ranks", type=positive, default=2, help="threads, where no MPI launcher started this")
+    parser.add_argument("--tokens", type=positive, default=4096, help="per rank")
+    parser.add_argument("--hidden", type=positive, default=7168, help="float16 elements of a token")
+    parser.add_argument("--experts", type=positive, default=64, help="experts of all ranks together")
+    parser.add_argument("--topk", type=positive, default=8, help="experts per token")
+    parser.add_argument("--size", type=positive, default=4096, help="rows and columns of the product's matrices")
+    parser.add_argument("--sms", type=positive, nargs="+", default=[8, 24], help="SM budgets of the dispatch")
+    parser.add_argument("--steps", type=positive, default=20, help="timed steps, after one that is not timed")
     parser.add_argument("--backend", choices=["auto", "numpy", "cuda"], default="auto")
     return parser.parse_args(argv)
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyep import abi
-from cupyep.abi import AbortKind, Operation
+from cupyep import abi, checks
+from cupyep.abi import AbortKind, Flag, Operation
 from cupyep.errors import CupyepError, MismatchError, PeerError, PeerTimeoutError
+
+_ITEMSIZES = {int(number): dtype.itemsize for dtype, number in checks.DTYPES.items()}
 
 
 def signature_mismatch(posts: np.ndarray) -> MismatchError | None:
@@ -17,14 +19,23 @@ def signature_mismatch(posts: np.ndarray) -> MismatchError | None:
         for field in abi.SIGNATURE_FIELDS:
             expected, got = int(posts[0][field]), int(posts[rank][field])
             if expected != got:
-                operation = Operation(int(posts[0]["operation"]))
+                operation, dtype = Operation(int(posts[0]["operation"])), int(posts[0]["dtype"])
                 if field == "handle_id" and operation == Operation.COUNT:
                     field = "num_worst_tokens"
-                return MismatchError(operation.verb, rank, *_readable(field, expected, got))
+                return MismatchError(operation.verb, rank, *_readable(field, expected, got, dtype))
     return None
 
 
-def _readable(field: str, expected: int, got: int) -> tuple[str, Any, Any]:
+# What a flag tells of which argument: where it is not set, and where it is.
+_FLAGS = {
+    Flag.WEIGHTS: ("topk_weights", "none", "some"),
+    Flag.IDX64: ("topk_idx", "int32", "int64"),
+    Flag.EXPERT_LAYOUT: ("layout", "rank", "expert"),
+}
+
+
+def _readable(field: str, expected: int, got: int, dtype: int) -> tuple[str, Any, Any]:
+    """(argument, rank 0's value, the other's) of a field of two posts whose earlier fields, `dtype` too, agree."""
     if field == "operation":
         return field, Operation(expected).verb, Operation(got).verb
     if field == "dtype":
@@ -36,8 +47,12 @@ def _readable(field: str, expected: int, got: int) -> tuple[str, Any, Any]:
         ]
         return field, names[0], names[1]
     if field == "flags":
-        names = [str([flag.name.lower() for flag in abi.Flag if value & flag]) for value in (expected, got)]
-        return field, names[0], names[1]
+        flag = next(flag for flag in Flag if (expected ^ got) & flag)
+        argument, *values = _FLAGS[flag]
+        return argument, values[bool(expected & flag)], values[bool(got & flag)]
+    if field == "row_bytes":
+        size = _ITEMSIZES[dtype % 16]
+        return "hidden", expected // size, got // size
     return field, expected, got
 
 

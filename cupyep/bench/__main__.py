@@ -16,6 +16,7 @@ from cupyep.bench.world import World
 from cupyep.errors import CupyepError
 
 PLOT_S = 120  # many panels take seconds, the first use of matplotlib on a machine many
+FEW = 1 << 22  # elements of all rows that the NumPy backend moves within seconds
 AXES = ["sms", "hidden", "tokens", "ranks"]
 Results = list[dict[str, Any]]
 
@@ -120,6 +121,15 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
+def _world(arguments: argparse.Namespace) -> World:
+    """Collective: the job's ranks. Says so if the sizes would keep CPUs busy for long."""
+    world = World(arguments.ranks, arguments.backend)
+    cases = _cases(arguments) if hasattr(arguments, "topk") else []
+    if world.is_first and world.backend == "numpy" and any(case.num_tokens * case.hidden > FEW for case in cases):
+        print("cupyep.bench: sizes are a GPU's, on NumPy minutes each; try --tokens 256 --hidden 512", file=sys.stderr)
+    return world
+
+
 def _collect(arguments: argparse.Namespace, world: World, results: Iterator[dict[str, Any]]) -> Results | None:
     """All `results`, on the first process; None on the others."""
     collected = report.collect(results, arguments.json if world.is_first else None)
@@ -129,14 +139,14 @@ def _collect(arguments: argparse.Namespace, world: World, results: Iterator[dict
 def _ep(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import ep
 
-    cases, world = _cases(arguments), World(arguments.ranks, arguments.backend)
+    cases, world = _cases(arguments), _world(arguments)
     return _collect(arguments, world, ep.run(world, cases, arguments.sms, arguments.calls))
 
 
 def _sweep(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import sweep
 
-    world, [case, *_] = World(arguments.ranks, arguments.backend), _cases(arguments)
+    world, [case, *_] = _world(arguments), _cases(arguments)
     results = _collect(arguments, world, sweep.run(world, case, arguments.sms[0], arguments.axes, arguments.calls))
     return results and results + sweep.prediction_note(results)
 
@@ -144,14 +154,14 @@ def _sweep(arguments: argparse.Namespace) -> Results | None:
 def _barrier(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import barrier
 
-    world = World(arguments.ranks, arguments.backend)
+    world = _world(arguments)
     return _collect(arguments, world, barrier.run(world, _cases(arguments), arguments.sms, arguments.calls))
 
 
 def _options(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import options
 
-    world = World(arguments.ranks, arguments.backend)
+    world = _world(arguments)
     results = _collect(arguments, world, options.run(world, _cases(arguments), arguments.sms, arguments.calls))
     return results and options.compared(results)
 
@@ -159,7 +169,7 @@ def _options(arguments: argparse.Namespace) -> Results | None:
 def _low_latency(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import low_latency
 
-    world = World(arguments.ranks, arguments.backend)
+    world = _world(arguments)
     results = low_latency.run(world, _cases(arguments), arguments.sms or [], arguments.calls)
     return _collect(arguments, world, results)
 
@@ -167,12 +177,12 @@ def _low_latency(arguments: argparse.Namespace) -> Results | None:
 def _baseline(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import baseline
 
-    world = World(arguments.ranks, arguments.backend)
+    world = _world(arguments)
     return _collect(arguments, world, baseline.run(world, _cases(arguments), arguments.calls))
 
 
 def _ceilings(arguments: argparse.Namespace) -> Results | None:
-    world = World(arguments.ranks, arguments.backend)
+    world = _world(arguments)
     if world.backend != "cuda":
         raise ValueError("ceilings: expected a GPU that CuPy can use, found none")
     if not arguments.peer:

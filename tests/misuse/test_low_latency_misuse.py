@@ -140,7 +140,7 @@ def differ(comm, backend):
 
 def test_ranks_that_differ(run_ranks, backend):
     """Both shapes are known, so nothing but the words themselves can tell."""
-    reason = "gave other arguments (shape, types, num_topk, num_experts, options or handle)"
+    reason = "gave other arguments (shape, types, num_topk, num_experts, topk_weights or none, options or handle)"
     assert run_ranks(2, differ, backend) == [reason] * 2
 
 
@@ -202,7 +202,7 @@ def other_handles(comm, backend):
 
 
 def test_ranks_that_combine_other_dispatches(run_ranks, backend):
-    reason = "gave other arguments (shape, types, num_topk, num_experts, options or handle)"
+    reason = "gave other arguments (shape, types, num_topk, num_experts, topk_weights or none, options or handle)"
     assert run_ranks(2, other_handles, backend) == [reason] * 2
 
 

@@ -35,10 +35,10 @@ def arrays(backend, rank, num_topk=2, hidden=16, dtype="float32", idx_dtype="int
 DISPATCHES = {  # what the odd one does: (its arrays, its num_experts, the field, rank 0's value, its value)
     "num_experts": ({}, 24, "num_experts", 12, 24),
     "num_topk": ({"num_topk": 3}, 12, "num_topk", 2, 3),
-    "hidden": ({"hidden": 32}, 12, "row_bytes", 64, 128),
+    "hidden": ({"hidden": 32}, 12, "hidden", 16, 32),
     "dtype": ({"hidden": 32, "dtype": "float16"}, 12, "dtype", "float32", "float16"),
-    "idx_dtype": ({"idx_dtype": "int32"}, 12, "flags", "['weights', 'idx64']", "['weights']"),
-    "weights": ({"weights": False}, 12, "flags", "['weights', 'idx64']", "['idx64']"),
+    "idx_dtype": ({"idx_dtype": "int32"}, 12, "topk_idx", "int64", "int32"),
+    "weights": ({"weights": False}, 12, "topk_weights", "some", "none"),
 }
 
 
@@ -76,8 +76,8 @@ def mismatched_combines(comm, backend):
         parts = arrays(backend, comm.rank)
         odd_calls = {
             "handle_id": lambda: buffer.combine(x, results[1].handle, weights),
-            "flags": lambda: buffer.combine(x, handle),
-            "row_bytes": lambda: buffer.combine(wide, handle, weights),
+            "topk_weights": lambda: buffer.combine(x, handle),
+            "hidden": lambda: buffer.combine(wide, handle, weights),
             "operation": lambda: buffer.dispatch(*parts, num_experts=CASE.num_experts),
         }
         for field, odd_call in odd_calls.items():

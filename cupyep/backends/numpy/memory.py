@@ -6,6 +6,7 @@ killed. Files grow on demand: a heap that is never touched costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -86,8 +87,8 @@ class Arena:
                 os.posix_fallocate(self._files[self._rank], offset, size)  # else a full file system means SIGBUS
             except OSError as error:
                 self.heap.free(offset, size)
-                stat = os.fstatvfs(self._files[self._rank])
-                raise ArenaExhaustedError(size, stat.f_bavail * stat.f_frsize, self._rank) from error
+                stat, where = os.fstatvfs(self._files[self._rank]), f"free bytes of {env.shm_dir()} (CUPYEP_SHM_DIR)"
+                raise ArenaExhaustedError(size, stat.f_bavail * stat.f_frsize, self._rank, where) from error
         block: np.ndarray = np.asarray(_Block(self, offset, size))
         if env.poison():
             block[:] = 0xFF
@@ -156,7 +157,8 @@ def create_arena(comm: Communicator, initial: np.ndarray, heap_bytes: int, timeo
             os.close(descriptor)
         raise
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what it was made for has failed already, or it is mapped
+            path.unlink()
     return Arena(memories, comm.rank, control_bytes, files, None)
 
 
