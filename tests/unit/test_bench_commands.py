@@ -148,6 +148,8 @@ def test_bounded_run_ends_what_it_started(tmp_path):
     time.sleep(6)
     assert not (tmp_path / "late").exists()
     assert multi_gpu.bounded_run([sys.executable, "-c", "raise SystemExit(3)"], 20) == "failed with status 3"
+    late = "import time; time.sleep(3); raise SystemExit(1)"  # as a benchmark that reaches its own time limit
+    assert multi_gpu.bounded_run([sys.executable, "-c", late], 5) == "no end within 5 s"
     assert multi_gpu.bounded_run(["true"], 1) == "not run: no time left"
 
 
