@@ -131,6 +131,7 @@ class TmaGather {
       }
       read_next(p, unit + kBatch);
       leave = __any_sync(kAll, aborted(p.sync));
+#pragma unroll 1  // each copy of the body would have its own bulk load
       for (u32 j = 0; j < kBatch && unit + j < num_units_; ++j) {
         const u32 offset = index_of(unit + j) % cfg::kNumChunks * cfg::kChunkBytes, bytes = chunk_bytes(offset);
         constexpr u32 kOnes = cfg::kNumRanks < 32 ? (1u << (cfg::kNumRanks % 32)) - 1 : ~0u;  // a unit's ranks
