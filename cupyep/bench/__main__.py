@@ -121,10 +121,9 @@ def _cases(arguments: argparse.Namespace) -> list[Case]:
     ]
 
 
-def _world(arguments: argparse.Namespace) -> World:
-    """Collective: the job's ranks. Says so if the sizes would keep CPUs busy for long."""
+def _world(arguments: argparse.Namespace, cases: Sequence[Case] = ()) -> World:
+    """Collective: the job's ranks. Says so if `cases` would keep CPUs busy for long."""
     world = World(arguments.ranks, arguments.backend)
-    cases = _cases(arguments) if hasattr(arguments, "topk") else []
     if world.is_first and world.backend == "numpy" and any(case.num_tokens * case.hidden > FEW for case in cases):
         print("cupyep.bench: sizes are a GPU's, on NumPy minutes each; try --tokens 256 --hidden 512", file=sys.stderr)
     return world
@@ -139,46 +138,46 @@ def _collect(arguments: argparse.Namespace, world: World, results: Iterator[dict
 def _ep(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import ep
 
-    cases, world = _cases(arguments), _world(arguments)
+    world = _world(arguments, cases := _cases(arguments))
     return _collect(arguments, world, ep.run(world, cases, arguments.sms, arguments.calls))
 
 
 def _sweep(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import sweep
 
-    world, [case, *_] = _world(arguments), _cases(arguments)
-    results = _collect(arguments, world, sweep.run(world, case, arguments.sms[0], arguments.axes, arguments.calls))
+    world = _world(arguments, cases := _cases(arguments)[:1])
+    results = _collect(arguments, world, sweep.run(world, cases[0], arguments.sms[0], arguments.axes, arguments.calls))
     return results and results + sweep.prediction_note(results)
 
 
 def _barrier(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import barrier
 
-    world = _world(arguments)
-    return _collect(arguments, world, barrier.run(world, _cases(arguments), arguments.sms, arguments.calls))
+    world = _world(arguments, cases := _cases(arguments))
+    return _collect(arguments, world, barrier.run(world, cases, arguments.sms, arguments.calls))
 
 
 def _options(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import options
 
-    world = _world(arguments)
-    results = _collect(arguments, world, options.run(world, _cases(arguments), arguments.sms, arguments.calls))
+    world = _world(arguments, cases := _cases(arguments))
+    results = _collect(arguments, world, options.run(world, cases, arguments.sms, arguments.calls))
     return results and options.compared(results)
 
 
 def _low_latency(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import low_latency
 
-    world = _world(arguments)
-    results = low_latency.run(world, _cases(arguments), arguments.sms or [], arguments.calls)
+    world = _world(arguments, cases := _cases(arguments))
+    results = low_latency.run(world, cases, arguments.sms or [], arguments.calls)
     return _collect(arguments, world, results)
 
 
 def _baseline(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import baseline
 
-    world = _world(arguments)
-    return _collect(arguments, world, baseline.run(world, _cases(arguments), arguments.calls))
+    world = _world(arguments, cases := _cases(arguments))
+    return _collect(arguments, world, baseline.run(world, cases, arguments.calls))
 
 
 def _ceilings(arguments: argparse.Namespace) -> Results | None:

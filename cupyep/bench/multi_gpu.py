@@ -23,6 +23,7 @@ from cupyep.bench.cases import MODES
 from cupyep.doctor.checks import mpiexec
 
 SMALL_BATCH = 128  # tokens
+EARLY_S = 2  # that a child ends itself before it would be ended
 SMS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 QUICK_TESTS = (  # in tests/multirank, behind "test_": one or two of each mode, with ranks that are processes
@@ -104,7 +105,7 @@ def run(
 
 
 def _command(step: Step, num_ranks: int, threads: bool, backend: str, left_s: float, path: Path) -> list[str]:
-    limits = ["--json", str(path), "--time-limit", str(max(1, int(left_s) - 2))]
+    limits = ["--json", str(path), "--time-limit", str(max(1, int(left_s - EARLY_S)))]
     program = ["cupyep.bench", *step.arguments, "--backend", backend, *limits]
     if step.alone or threads:
         return [sys.executable, "-m", *program, "--ranks", str(1 if step.alone else num_ranks)]
@@ -125,7 +126,7 @@ def bounded_run(command: list[str], limit_s: float, cwd: Path | None = None) -> 
     """Runs it with our stdout and stderr; "" or what went wrong. Its whole process group ends with it."""
     if limit_s < 5:
         return "not run: no time left"
-    late = time.monotonic() + limit_s - 3  # a benchmark ends itself two seconds before its limit
+    late = time.monotonic() + limit_s - EARLY_S - 1  # a limit of whole seconds is up to one shorter
     with subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True) as process:
         try:
             status = process.wait(limit_s)

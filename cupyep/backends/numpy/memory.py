@@ -157,7 +157,7 @@ def create_arena(comm: Communicator, initial: np.ndarray, heap_bytes: int, timeo
             os.close(descriptor)
         raise
     finally:
-        with contextlib.suppress(OSError):  # what it was made for has failed already, or it is mapped
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # it was never made
             path.unlink()
     return Arena(memories, comm.rank, control_bytes, files, None)
 
