@@ -36,8 +36,8 @@ class Channel(IntEnum):
     BARRIER = 5
 
 
-# Words of a channel's state, all private to its rank. busy: an operation runs; arrived: CTAs that have finished theirs;
-# sent: CTAs that have finished a step of a low-latency send half.
+# Words of a channel's state, all private to its rank. busy: an operation runs (to kernels one word with the epoch);
+# arrived: CTAs that have finished theirs; sent: CTAs that have finished a step of a low-latency send half.
 CHANNEL_STATE = Struct("ChannelState", epoch="u32", busy="u32", arrived="u32", sent="u32")
 
 

@@ -44,6 +44,9 @@ __device__ __forceinline__ ChannelState* channel_state(const Sync& sync) {
   return reinterpret_cast<ChannelState*>(channel(sync, sync.rank) + cfg::kStateOffset);
 }
 
+// The channel's epoch and, above it, busy: one word, so that nobody begins unless both are still as they were read.
+__device__ __forceinline__ u64* turn(const Sync& sync) { return reinterpret_cast<u64*>(&channel_state(sync)->epoch); }
+
 // What `sender` told `owner` about epoch `epoch`: in owner's memory.
 __device__ __forceinline__ Post* post_slot(const Sync& sync, u32 owner, u32 epoch, u32 sender) {
   return reinterpret_cast<Post*>(channel(sync, owner) + cfg::kPostsOffset) + (epoch & 1) * cfg::kNumRanks + sender;
@@ -125,13 +128,16 @@ __device__ inline bool wait_word(const Sync& sync, const u32* word, u32 epoch, u
 // --- one operation ---------------------------------------------------------------------------------------------------
 
 // Every thread: the epoch of the operation that is to begin, or of one whose first half has begun.
-__device__ __forceinline__ u32 next_epoch(const Sync& sync) { return ptx::ld_relaxed_gpu(&channel_state(sync)->epoch) + 1; }
+__device__ __forceinline__ u32 next_epoch(const Sync& sync) {
+  return static_cast<u32>(ptx::ld_relaxed_gpu(turn(sync))) + 1;
+}
 
-// Every thread. The busy word catches two operations of one channel at once, and orders nothing; the last thread looks
-// at it, as the first ones have peers to wait for.
+// Every thread. Catches two operations of one channel at once, and orders nothing; the last thread does it, as the first
+// ones have peers to wait for.
 __device__ inline void begin(const Sync& sync, u32 operation, u32 epoch) {
   if (blockIdx.x != 0 || threadIdx.x != blockDim.x - 1) return;
-  if (ptx::atom_relaxed_gpu_cas(&channel_state(sync)->busy, 0u, 1u) != 0) {
+  const u64 idle = epoch - 1;
+  if (ptx::atom_relaxed_gpu_cas(turn(sync), idle, idle | 1ULL << 32) != idle) {
     abort_all(sync, abort_record(sync, cfg::kAbortOverlap, operation, sync.rank, epoch), epoch);
   }
 }
@@ -239,10 +245,8 @@ __device__ inline void end(const Sync& sync, u32 index, u32 epoch, u32 verdict) 
       host->verdict = verdict;
       ptx::fence_acq_rel_sys();
     }
-    ChannelState* state = channel_state(sync);
-    ptx::st_relaxed_gpu(&state->arrived, 0u);
-    ptx::st_relaxed_gpu(&state->epoch, epoch);
-    ptx::st_relaxed_gpu(&state->busy, 0u);  // the kernel's end, or a barrier, orders it before the next CAS
+    ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);
+    ptx::st_relaxed_gpu(turn(sync), static_cast<u64>(epoch));  // the kernel's end, or a barrier, orders both
   }
 }
 

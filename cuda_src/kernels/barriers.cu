@@ -11,7 +11,7 @@ extern "C" __global__ void __launch_bounds__(32, 1) barriers(const __grid_consta
     post(p.sync, p.post, epoch);
     const u32 verdict = wait_posts(p.sync, p.post.operation, epoch);
     end(p.sync, 1, epoch, verdict);
-    __syncthreads();  // the next one's epoch and busy word are looked at after this one's were written
+    __syncthreads();  // the next one's epoch and busy bit are looked at after this one's were written
     if (verdict != cfg::kVerdictDone) return;
   }
 }

@@ -6,9 +6,10 @@ import functools
 
 from cases import Case
 
-from cupyep import abi
+from cupyep import abi, layout
 from cupyep.errors import PeerError, PeerTimeoutError
 from ptxsim.harness import Group, Job, Rank
+from ptxsim.sources import Patch
 
 
 def check_failures(group: Group) -> None:
@@ -52,3 +53,30 @@ def run_barriers(num_ranks: int, seed: int) -> None:
     assert len({rank.abort_word() for rank in group.ranks}) == 1
     for rank in others:
         assert isinstance(rank.error, PeerError) and rank.error.peer == 0, f"rank {rank.rank}: {rank.error}"
+
+
+def run_unordered(seed: int, num_bursts: int, patch: Patch = ()) -> bool:
+    """Two BARRIERs of one rank with nothing to order them; while the first runs, the other gets `num_bursts` turns.
+
+    Either one ran after the other, or the record says that they overlapped: returned.
+    """
+    group = Group(Job(Case(num_ranks=1, tokens=1), patch=patch), seed)
+    (rank,) = group.ranks
+
+    def both() -> None:
+        rank.launcher.barrier()
+        rank.launcher.barrier()
+        first, second = group.scheduler.ctas
+        turns = iter(range(num_bursts))
+        group.scheduler.stalls = lambda cta: (  # type: ignore[method-assign]
+            cta is second and first in group.scheduler.ctas and next(turns, None) is None)
+
+    group.scheduler.run({0: [both]})
+    region = layout.ControlLayout(1).region(layout.Channel.BARRIER, "state")
+    state = rank.space.read(0, rank.arena + region.offset, (), layout.CHANNEL_STATE.dtype)
+    if word := rank.abort_word():
+        assert abi.unpack_abort(word)[0] == abi.AbortKind.OVERLAP, f"record {word:#x}"
+    else:
+        assert int(state["epoch"]) == 2, f"both ended well, at epoch {state['epoch']}"
+    assert not state["busy"]
+    return word != 0

@@ -161,7 +161,7 @@ MUTANTS = [
            "ptx::fence_proxy_async_shared_cta();"),
     mutant("pull: slot given back before all lanes have read", "ring", GATHER,
            "ptx::fence_proxy_async_shared_cta();\n            __syncwarp();",
-           "ptx::fence_proxy_async_shared_cta();", seed=4),
+           "ptx::fence_proxy_async_shared_cta();", seed=12),
     mutant("pull: no fence after mbarrier.init (H6)", "ring", GATHER, "ptx::fence_mbarrier_init_release_cluster();"),
     mutant("pull: no kind", "sparse", GATHER,
            "kind_[slot] = num_left == 0 ? num_rows | kLast : num_rows;", ""),
@@ -169,7 +169,7 @@ MUTANTS = [
            "if (++row == 1) {"),
     mutant("pull: a slot's rows in one place", "ring", GATHER, " + place * cfg::kSlotBytes,", ","),
     mutant("pull: sources read before the barrier", "three", PULL, "  }\n  __syncthreads();\n\n  if (verdict",
-           "  }\n\n  if (verdict"),
+           "  }\n\n  if (verdict", seed=4),
     mutant("pull: the last chunk as long as the others", "short", GATHER,
            "return left < cfg::kChunkBytes ? left : cfg::kChunkBytes;", "return cfg::kChunkBytes;"),
     mutant("pull: the second warp adds what the first one adds", "short", GATHER, "thread = warp_ * 32 + lane;",
@@ -179,9 +179,9 @@ MUTANTS = [
     mutant("pull: row off by one", "ring", GATHER, "static_cast<u64>(order[word]) * cfg::kRowBytes",
            "static_cast<u64>(order[word] + 1) * cfg::kRowBytes"),
     mutant("pull: says done before it has read (no done word)", "ctas", PULL,
-           "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done", seed=1),
+           "verdict == cfg::kVerdictDone && !exchange_done", "false && !exchange_done"),
     mutant("pull: a CTA leaves without arriving", "ctas", PULL, "if (!arrive_last(p.sync)) return;",
-           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=0),
+           "if (blockIdx.x == 0 || !arrive_last(p.sync)) return;", seed=2),
     # the handshake
     mutant("post: release turned relaxed (H8)", "three", SYNC, "ptx::st_release_sys(slot + kPostEpochWord, epoch);",
            "ptx::st_relaxed_sys(slot + kPostEpochWord, epoch);"),
@@ -207,8 +207,8 @@ MUTANTS = [
     mutant("done: not told", "ctas", SYNC, _TELL),
     mutant("done: not waited for", "ctas", SYNC,
            "complete &= wait_word(sync, done_word(sync, sync.rank, peer), epoch, operation, peer);"),
-    mutant("end: epoch does not advance", "three", SYNC, "ptx::st_relaxed_gpu(&state->epoch, epoch);"),
-    mutant("end: arrivals are not reset", "three", SYNC, "ptx::st_relaxed_gpu(&state->arrived, 0u);"),
+    mutant("end: epoch does not advance", "three", SYNC, "ptx::st_relaxed_gpu(turn(sync), static_cast<u64>(epoch));"),
+    mutant("end: arrivals are not reset", "three", SYNC, "ptx::st_relaxed_gpu(&channel_state(sync)->arrived, 0u);"),
     mutant("posts: one slot instead of two", "three", SYNC, "+ (epoch & 1) * cfg::kNumRanks + sender;", "+ sender;"),
     # leaving
     mutant("deadline never checked", "absent", SYNC, "sync.timeout_ns == 0 || now - start < sync.timeout_ns",
@@ -219,7 +219,7 @@ MUTANTS = [
            "static_cast<u64>(sync.rank) << 32"),
     mutant("abort: every rank keeps its own record", "absent", SYNC, "first == 0 ? record : first", "record", seed=3),
     mutant("done: told by a rank that has left", "stalled", SYNC, "if (__syncthreads_or(aborted(sync))) return false;",
-           seed=115),
+           seed=105),
     # COUNT and the vector mover
     mutant("count: places start anew every 32 tokens", "many", COUNT,
            "if (lane == bit + i) places[word] += __popc(ballot);"),
@@ -227,7 +227,7 @@ MUTANTS = [
            "if (lane == bit) places[word] = __popc(ballot);"),
     Mutant("count: one table of counts instead of two", "count", (
         (COUNT, "((epoch & 1) * cfg::kNumRanks + p.sync.rank) * cfg::kCountsWords", "p.sync.rank * cfg::kCountsWords"),
-        (COUNT, "(epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;", "0;")), seed=6),
+        (COUNT, "(epoch & 1) * cfg::kNumRanks * cfg::kCountsWords;", "0;")), seed=3),
     Mutant("count: posted before the counts are there (H8)", "count", (
         (COUNT, "  post(p.sync, p.post, epoch);\n\n  // Second", "  // Second"),
         (COUNT, "  // Counts to every peer", "  post(p.sync, p.post, epoch);\n  // Counts to every peer"))),

@@ -89,3 +89,13 @@ def test_barrier_and_abort() -> None:
     """BARRIER lets nobody through before all have come; the host's abort reaches every rank."""
     for seed in SEEDS:
         failures.run_barriers(3, seed)
+
+
+def test_two_barriers_at_once() -> None:
+    """They overlap or they do not; what is excluded is that both take the same epoch and neither is told."""
+    turns = range(12)
+    assert {failures.run_unordered(seed, n) for seed in SEEDS for n in turns} == {False, True}
+    reread = (("cupyep/sync.cuh", "idle = epoch - 1;", "idle = ptx::ld_relaxed_gpu(turn(sync)) & ~0u;"),)
+    with pytest.raises(AssertionError, match="both ended well, at epoch 1"):
+        for n in turns:
+            failures.run_unordered(0, n, reread)

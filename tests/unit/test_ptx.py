@@ -44,6 +44,7 @@ SM_80 = {
         for var, kind in (("&u", "b32"), ("&w", "b64"))
     },
     "out = atom_relaxed_gpu_cas(&u, n, 3)": "atom.relaxed.gpu.global.cas.b32",
+    "out = atom_relaxed_gpu_cas(&w, n, 3)": "atom.relaxed.gpu.global.cas.b64",
     "out = ld_global_v4(g).w": "ld.global.L1::no_allocate.v4.u32",
     "st_global_v4(g, v)": "st.global.L1::no_allocate.v4.u32",
     "out = ld_shared_v4(s).w": "ld.shared.v4.u32",

@@ -157,6 +157,17 @@ __device__ __forceinline__ u32 atom_relaxed_gpu_cas(u32* addr, u32 compare, u32 
   return before;
 }
 
+// atom.relaxed.gpu.global.cas.b64 dst, [addr], compare, src;                                                      sm_70
+// Stores `value` if the word equals `compare`; returns what it was.
+__device__ __forceinline__ u64 atom_relaxed_gpu_cas(u64* addr, u64 compare, u64 value) {
+  u64 before;
+  asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(before)
+               : "l"(gmem_addr(addr)), "l"(compare), "l"(value)
+               : "memory");
+  return before;
+}
+
 // atom.acq_rel.gpu.global.cas.b32 dst, [addr], compare, src;                                                      sm_70
 // Stores `value` if the word equals `compare`; returns what it was.
 __device__ __forceinline__ u32 atom_acq_rel_gpu_cas(u32* addr, u32 compare, u32 value) {
