@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command line; each command's `run` is one of the functions below."""
     top = argparse.ArgumentParser("python -m cupyep.bench", description=__doc__)
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(title="commands", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], Results | None], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)

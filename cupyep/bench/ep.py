@@ -24,7 +24,7 @@ class Line:
     """A line of the table. action, ceiling: methods of a rank, by name, with the number of SMs as their argument.
 
     scope: as in time_of: "kernel" (launched alone), "API" (a whole call of Buffer), "graph". verb: up to a comma it
-    says whose bytes move.
+    says whose bytes move. one_sm: the kernel has one CTA, whatever --sms says.
     """
 
     verb: str
@@ -32,6 +32,7 @@ class Line:
     action: str
     predict: Predict | None = None
     ceiling: str | None = None
+    one_sm: bool = False
 
     @property
     def moves(self) -> str:
@@ -41,13 +42,13 @@ class Line:
 LINES = (
     Line("dispatch", "kernel", "push", model.dispatch_time, "push_ceiling"),
     Line("combine", "kernel", "pull", model.combine_time, "pull_ceiling"),
-    Line("count", "kernel", "count"),
+    Line("count", "kernel", "count", one_sm=True),
     Line("dispatch, count and push", "kernel", "count_and_push"),
-    Line("barrier", "kernel", "barrier"),
+    Line("barrier", "kernel", "barrier", one_sm=True),
     Line("dispatch", "API", "call_dispatch"),
     Line("dispatch, cached", "API", "call_cached_dispatch"),
     Line("combine", "API", "call_combine"),
-    Line("barrier", "API", "call_barrier"),
+    Line("barrier", "API", "call_barrier", one_sm=True),
 )
 
 
@@ -65,7 +66,10 @@ def run(
                 verify_kernels(world, ranks, sms)
             for line in lines:
                 next(steps)
-                yield {"benchmark": "ep", **result(world, case, ranks, sms, line, calls)}
+                if not line.one_sm:
+                    yield {"benchmark": "ep", **result(world, case, ranks, sms, line, calls)}
+                elif sms == num_sms[0]:
+                    yield {"benchmark": "ep", **result(world, case, ranks, sms and 1, line, calls)}
         world.on(ranks, lambda rank: rank.close())
     next(steps, None)
 

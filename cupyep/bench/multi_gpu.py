@@ -95,7 +95,7 @@ def run(
                 continue
             path = Path(folder, f"{number}.json")
             command = _command(step, num_ranks, threads, backend, left_s, path)
-            why = bounded_run(command, left_s)
+            why = bounded_run(command, left_s, stdout=subprocess.DEVNULL)  # its tables are printed with the others
             if path.exists():  # also of a step that ran out of time: what it had by then
                 results += json.loads(path.read_text())["results"]
             if why:
@@ -122,12 +122,13 @@ def mpi_launcher(num_ranks: int) -> list[str]:
     return [found, *(["--allow-run-as-root", "--oversubscribe"] if is_open_mpi else []), "-n", str(num_ranks)]
 
 
-def bounded_run(command: list[str], limit_s: float, cwd: Path | None = None) -> str:
-    """Runs it with our stdout and stderr; "" or what went wrong. Its whole process group ends with it."""
+def bounded_run(command: list[str], limit_s: float, cwd: Path | None = None, stdout: int | None = None) -> str:
+    """Runs it with our stderr, and stdout if None; "" or what went wrong. Its whole process group ends with it."""
     if limit_s < 5:
         return "not run: no time left"
     late = time.monotonic() + limit_s - EARLY_S - 1  # a limit of whole seconds is up to one shorter
-    with subprocess.Popen(command, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+    nothing = subprocess.DEVNULL
+    with subprocess.Popen(command, cwd=cwd, stdin=nothing, stdout=stdout, start_new_session=True) as process:
         try:
             status = process.wait(limit_s)
             if status == 0:

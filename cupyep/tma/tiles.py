@@ -46,6 +46,7 @@ def load_tile(tensor_map: TensorMap, coordinates: Sequence[int], *, raw: bool = 
 
     with launches.on(stream):
         target = _target("tma.load_tile")
+        arrays.reach(tensor_map.array)
         out = cupy.empty(tensor_map.tile_bytes, np.uint8)
         launches.run(plan_tile("load_tile", target, tensor_map, tensor_map.descriptor, coordinates, out.data.ptr, raw))
         return out if raw else out.view(tensor_map.dtype).reshape(tensor_map.tile_shape)
@@ -74,6 +75,7 @@ def store_tile(tensor_map: TensorMap, coordinates: Sequence[int], tile: Any, *, 
         return launches.done()
     with launches.on(stream):
         target = _target("tma.store_tile")
+        arrays.reach(tensor_map.array, tile)
         if (left := from_zero(tensor_map, coordinates, tile)) is None:
             return launches.done()
         tensor_map, coordinates, tile = left

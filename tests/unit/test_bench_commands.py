@@ -19,7 +19,7 @@ from cupyep.bench import __main__, multi_gpu
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((), "required: COMMAND"),
+        ((), "required: {ep,sweep,"),
         (("ep", "--sms", "0"), "argument --sms: expected a positive integer, got '0'"),
         (("ep", "--mode", "int4"), "argument --mode: invalid choice: 'int4'"),
         (("low-latency", "--mode", "fp16"), "argument --mode: invalid choice: 'fp16'"),
