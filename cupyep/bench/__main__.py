@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from cupyep.bench.world import World
 from cupyep.errors import CupyepError
 
 PLOT_S = 120  # many panels take seconds, the first use of matplotlib on a machine many
+MOST_S = 7 * 24 * 3600  # of --time-limit
 FEW = 1 << 22  # elements of all rows that the NumPy backend moves within seconds
+MOST_ROW_BYTES = 1 << 24  # of ceilings, whose arrays hold many
 AXES = ["sms", "hidden", "tokens", "ranks"]
 Results = list[dict[str, Any]]
 
@@ -25,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` (default: the process's own arguments) names; returns the exit status."""
     arguments = parser().parse_args(argv)
     faulthandler.dump_traceback_later(arguments.time_limit, exit=True)
+    limit = threading.Timer(arguments.time_limit - 0.1, _say_late, [arguments])
+    limit.daemon = True
+    limit.start()
     if arguments.run is not _multi_gpu:  # whose children set it as they need it
         env.set_default_connections()
     try:
@@ -33,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if results is None:
             return 0
         known = report.publish(results, arguments.json)
+        limit.cancel()
         if arguments.plot is not None:  # all is measured, printed and written: drawing has a time of its own
             faulthandler.dump_traceback_later(PLOT_S, exit=True)
             report.draw(results, known, arguments.plot)
@@ -41,7 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cupyep.bench: {error}", file=sys.stderr)
         return 2
     finally:
+        limit.cancel()
         faulthandler.cancel_dump_traceback_later()
+
+
+def _say_late(arguments: argparse.Namespace) -> None:
+    kept = f"; {arguments.json} has what was measured" if arguments.json else ""
+    print(f"cupyep.bench: --time-limit: {arguments.time_limit} s are over{kept}", file=sys.stderr, flush=True)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
         added.add_argument("--calls", type=_positive, default=12, help="back-to-back calls of one series")
         added.add_argument(
             "--time-limit",
-            type=_positive,
+            type=_seconds,
             default=600,
             metavar="S",
             help="end the process after that; drawing does not count",
@@ -131,7 +144,8 @@ def _world(arguments: argparse.Namespace, cases: Sequence[Case] = ()) -> World:
 
 def _collect(arguments: argparse.Namespace, world: World, results: Iterator[dict[str, Any]]) -> Results | None:
     """All `results`, on the first process; None on the others."""
-    collected = report.collect(results, arguments.json if world.is_first else None)
+    common = {"backend": world.backend, "ranks_are": "processes" if world.is_mpi else "threads"}
+    collected = report.collect(({**result, **common} for result in results), arguments.json if world.is_first else None)
     return collected if world.is_first else None
 
 
@@ -145,7 +159,10 @@ def _ep(arguments: argparse.Namespace) -> Results | None:
 def _sweep(arguments: argparse.Namespace) -> Results | None:
     from cupyep.bench import sweep
 
-    world = _world(arguments, cases := _cases(arguments)[:1])
+    for name in ("tokens", "hidden", "mode", "sms"):
+        if len(given := getattr(arguments, name)) > 1:
+            raise ValueError(f"--{name}: expected one value, around which sweep goes, got {' '.join(map(str, given))}")
+    world = _world(arguments, cases := _cases(arguments))
     results = _collect(arguments, world, sweep.run(world, cases[0], arguments.sms[0], arguments.axes, arguments.calls))
     return results and results + sweep.prediction_note(results)
 
@@ -184,6 +201,9 @@ def _ceilings(arguments: argparse.Namespace) -> Results | None:
     world = _world(arguments)
     if world.backend != "cuda":
         raise ValueError("ceilings: expected a GPU that CuPy can use, found none")
+    if arguments.row_bytes % 16 or arguments.row_bytes > MOST_ROW_BYTES:
+        expected = f"a multiple of 16 bytes, at most {MOST_ROW_BYTES}"
+        raise ValueError(f"--row-bytes: expected {expected}, got {arguments.row_bytes}")
     if not arguments.peer:
         from cupyep.bench import ceilings
 
@@ -200,19 +220,27 @@ def _multi_gpu(arguments: argparse.Namespace) -> Results | None:
 
     if env.launched_by_mpi():
         raise ValueError("multi-gpu: expected to be started without mpirun; it starts its ranks itself")
+    if arguments.time_limit < 60:
+        raise ValueError(f"--time-limit: expected at least 60 for multi-gpu, got {arguments.time_limit}")
     return multi_gpu.run(
         arguments.ranks,
         threads=arguments.threads,
         tests=arguments.tests,
-        steps=multi_gpu.steps(arguments.tokens, arguments.hidden, quick=arguments.quick),
+        steps=multi_gpu.steps(arguments.tokens, arguments.hidden, quick=arguments.quick, calls=arguments.calls),
         backend=arguments.backend,
         limit_s=arguments.time_limit - 15,
     )
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> int:
+    if _positive(text) > MOST_S:
+        raise argparse.ArgumentTypeError(f"expected at most {MOST_S} seconds, got {text}")
     return int(text)
 
 

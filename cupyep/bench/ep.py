@@ -128,10 +128,8 @@ def result(world: World, case: Case, ranks: list[Any], sms: int | None, line: Li
     fields = {
         "verb": line.verb,
         "scope": line.scope,
-        "backend": world.backend,
         "num_ranks": world.size,
         "ranks_per_device": world.ranks_per_device,
-        "ranks_are": "processes" if world.is_mpi else "threads",
         "num_sms": sms,
         **asdict(case),
         "in_graph": timing.in_graph,

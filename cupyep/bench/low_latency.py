@@ -32,7 +32,6 @@ def run(world: World, cases: list[Case], num_sms: list[int], calls: int) -> Iter
         world.on(ranks, partial(LowLatencyRank.there_and_back, num_sms=sms))
         common = {
             "benchmark": "low-latency",
-            "backend": world.backend,
             "num_ranks": world.size,
             "ranks_per_device": world.ranks_per_device,
             "num_sms": ranks[0].max_num_sms if sms is None and world.backend == "cuda" else sms,
@@ -89,11 +88,10 @@ def on_gpu(world: World, ranks: list[Any], sms: int | None, calls: int) -> Itera
 
 
 def replayed(world: World, ranks: list[Any], verb: str, sms: int | None, calls: int) -> Timing:
-    """Collective: the time of a call in a graph of many. Where these combine, their sums are checked."""
+    """Collective: the time of a call in a graph of many. What the last ones made is checked."""
     world.on(ranks, lambda rank: rank.poison())
     timing = in_graph(world, ranks, f"call_{verb}", sms, calls)
-    if verb != "dispatch":
-        world.on(ranks, lambda rank: rank.check())
+    world.on(ranks, lambda rank: rank.check(verb))
     return timing
 
 

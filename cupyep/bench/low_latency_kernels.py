@@ -30,11 +30,11 @@ class CudaLowLatencyRank(GpuRank, LowLatencyRank):
         super().check_kernels()
         self.buffer._backend.low_latency.check_launched()
 
-    def check(self) -> None:
+    def check(self, what: str) -> None:
         with self.device:
             cupy.cuda.get_current_stream().synchronize()
             self.check_kernels()
-            super().check()
+            super().check(what)
 
     def poison(self) -> None:
         with self.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -33,22 +34,31 @@ class LowLatencyRank(BufferRank):
         wanted = weighted_sums(mode.decode(mode.encode(rows)), idx, weights, num_local_experts)
         self.wanted, self.x, self.topk_idx, self.topk_weights = map(self.xp.asarray, (wanted, rows, idx, weights))
         self.out = self.xp.empty_like(self.x)
+        self._results: deque[Any] = deque(maxlen=2)  # of dispatches: as many hold memory at a time
 
     def there_and_back(self, num_sms: int | None) -> None:
         """Collective: experts answer with what they got; what comes home is right, bit by bit, or AssertionError."""
-        sent = self._dispatch(num_sms)
-        self.handle, self.y = sent.handle, self._rows(sent.recv_x)
+        self.call_dispatch(num_sms)
+        self.y = self._rows(self._results[-1].recv_x)
         self.poison()
         self.call_combine(num_sms)
-        self.check()
+        self.check("combine")
 
     def poison(self) -> None:
-        """Makes every sum wrong, so that `check` shows whether the calls that follow make them right."""
-        self.out.view(np.uint8).fill(0xFF)  # NaN
+        """Makes rows received and sums wrong, so that `check` shows whether the calls that follow make them right."""
+        for result in self._results:
+            for part in result.recv_x if isinstance(result.recv_x, tuple) else (result.recv_x,):
+                part.view(np.uint8).fill(0xFF)  # NaN
+        self.out.view(np.uint8).fill(0xFF)
 
-    def check(self) -> None:
-        """Raises what the calls have met, or AssertionError if the last combine made something wrong."""
-        self.expect("low_latency_combine(low_latency_dispatch(x))", self.out, self.wanted)
+    def check(self, what: str) -> None:
+        """Raises what calls have met, or AssertionError if the last dispatch, combine or pair made something wrong."""
+        if what != "combine":
+            received = self._results[-1]
+            there = self.xp.arange(self.y.shape[1]) < self.xp.asarray(received.recv_count)[:, None]
+            self.expect("low_latency_dispatch(x)", self._rows(received.recv_x)[there], self.y[there])
+        if what != "dispatch":
+            self.expect("low_latency_combine(low_latency_dispatch(x))", self.out, self.wanted)
 
     def _rows(self, recv_x: Any) -> Any:
         """What was received, as rows `[num_local_experts, num_ranks * num_tokens, hidden]` of their own."""
@@ -71,10 +81,12 @@ class LowLatencyRank(BufferRank):
     # what is timed
 
     def call_dispatch(self, num_sms: int | None) -> None:
-        self.handle = self._dispatch(num_sms).handle
+        self._results.append(self._dispatch(num_sms))
 
     def call_combine(self, num_sms: int | None) -> None:
-        self.buffer.low_latency_combine(self.y, self.topk_idx, None, self.handle, out=self.out, num_sms=num_sms)
+        self.buffer.low_latency_combine(
+            self.y, self.topk_idx, None, self._results[-1].handle, out=self.out, num_sms=num_sms
+        )
 
     def call_pair(self, num_sms: int | None) -> None:
         self.call_dispatch(num_sms)

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cupyep import doctor
 from cupyep.bench.cases import MODES
 from cupyep.doctor.checks import mpiexec
+from cupyep.layout import align
 
 SMALL_BATCH = 128  # tokens
 EARLY_S = 2  # that a child ends itself before it would be ended
@@ -49,18 +50,19 @@ class Step:
     alone: bool = False  # one process on one GPU instead of all ranks
 
 
-def steps(tokens: list[int], hidden: int, *, quick: bool) -> list[Step]:
+def steps(tokens: list[int], hidden: int, *, quick: bool, calls: int) -> list[Step]:
     """The measurements; `quick` keeps every kind and drops most of the SMs."""
     sms = tuple(map(str, SMS[3:5] if quick else SMS))
     case = ("--tokens", *map(str, tokens), "--hidden", str(hidden))
-    row_bytes = ("--row-bytes", str(MODES["bf16"].row_bytes("dispatch", hidden)))
-    return [
+    row_bytes = ("--row-bytes", str(align(MODES["bf16"].row_bytes("dispatch", hidden), 16)))
+    planned = [
         Step("dispatch and combine", ("ep", "--mode", "bf16", "fp8", "--sms", *sms, *case), 180),
         Step("barrier and small batches", ("barrier", "--hidden", str(hidden)), 60),
         Step("ceilings between GPUs", ("ceilings", "--peer", "--sms", *sms, *row_bytes), 90),
         Step("ceilings of one GPU", ("ceilings", "--sms", "1", "8", "32", "132", *row_bytes), 60, alone=True),
         Step("what one would do instead", ("baseline", *case), 90),
     ]
+    return [replace(step, arguments=(*step.arguments, "--calls", str(calls))) for step in planned]
 
 
 def run(

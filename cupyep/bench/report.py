@@ -7,6 +7,7 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyep import env
 from cupyep.doctor import bounded
 
 SCHEMA = 1  # of the JSON file
@@ -38,6 +40,7 @@ def facts() -> dict[str, Any]:
         "nvrtc": asked["libraries"].get("nvrtc"),
         "driver": asked["gpus"].get("driver"),
         "gpus": [gpu["name"] for gpu in asked["gpus"].get("gpus", [])],
+        "mover": env.mover(),
         "num_sms": [device["num_sms"] for device in asked["devices"].get("devices", [])],
         "host": platform.platform(),
     }
@@ -73,10 +76,16 @@ def write_json(path: Path, known: dict[str, Any], results: Sequence[dict[str, An
 def check_files(json_path: Path | None, plot_path: Path | None) -> None:
     """Before anything is measured: raises ValueError if the results could not be written."""
     for name, path in (("json", json_path), ("plot", plot_path)):
-        if path is not None and not path.absolute().parent.is_dir():
+        if path is None:
+            continue
+        if path.is_dir() or not path.absolute().parent.is_dir():
             raise ValueError(f"--{name}: expected a file in an existing folder, got {path}")
+        try:
+            tempfile.TemporaryFile(dir=path.absolute().parent).close()
+        except OSError as error:
+            raise ValueError(f"--{name}: expected a folder to write to, got {path} ({error.strerror})") from None
     if plot_path is not None:
-        if plot_path.suffix not in (".png", ".svg", ".pdf"):
+        if plot_path.suffix.lower() not in (".png", ".svg", ".pdf"):
             raise ValueError(f"--plot: expected a name that ends in .png, .svg or .pdf, got {plot_path}")
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot: expected matplotlib, which the extra bench of cupyep brings")
@@ -99,6 +108,10 @@ def publish(results: Sequence[dict[str, Any]], path: Path | None) -> dict[str, A
     """Prints the facts and the results, and writes them to `path`; returns the facts."""
     known = facts()
     print(" · ".join(f"{name} {value}" for name, value in known.items() if value))
+    who = {
+        f"{result['backend']} backend, ranks are {result['ranks_are']}" for result in results if "ranks_are" in result
+    }
+    print(*sorted(who), sep="\n")
     for part in parts(results):
         print(f"\n{table(part)}")
     if path is not None:

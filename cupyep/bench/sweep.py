@@ -28,15 +28,23 @@ def run(world: World, case: Case, num_sms: int, axes: list[str], calls: int) -> 
         for result in ep.run(here, cases, sms, calls, lines):
             yield {**result, "benchmark": "sweep", "axis": axis}
 
-    if "sms" in axes and world.backend == "cuda":
-        yield from along("sms", world, [case], list(SMS))
+    def left_out(axis: str, why: str) -> dict[str, Any]:
+        return {"benchmark": "sweep", "name": axis, "note": f"not run: {why}"}
+
+    if "sms" in axes:
+        if world.backend == "cuda":
+            yield from along("sms", world, [case], list(SMS))
+        else:
+            yield left_out("sms", "needs a GPU")
     if "hidden" in axes:
         yield from along("hidden", world, [replace(case, hidden=hidden) for hidden in HIDDEN], [num_sms])
     if "tokens" in axes:
         yield from along("tokens", world, [replace(case, num_tokens=tokens) for tokens in TOKENS], [num_sms])
-    if "ranks" in axes and not world.is_mpi:
-        for ranks in RANKS:
+    if "ranks" in axes:
+        for ranks in () if world.is_mpi else RANKS:
             yield from along("ranks", World(ranks, world.backend), [case], [num_sms])
+        if world.is_mpi:
+            yield left_out("ranks", "their number is mpirun's; start it without")
 
 
 def prediction_note(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -44,6 +44,14 @@ class Machine:
         checks.integer("num_sms", self.num_sms, 1)
         for name in ("clock_ghz", "memory_gbps", "link_gbps"):
             reals.positive(name, getattr(self, name))
+            reals.nonnegative(name, getattr(self, name))  # finite, too
+
+    @classmethod
+    def given(cls, machine: Machine | None) -> Machine:
+        """`machine`, an H200 for None. Raises: TypeError for anything else."""
+        if machine is not None and not isinstance(machine, cls):
+            raise TypeError(f"machine: expected a Machine or None, got {machine!r}")
+        return machine or cls()
 
     @classmethod
     def of(cls, compute_capability: int, num_sms: int, clock_ghz: float, memory_gbps: float) -> Machine:

@@ -20,7 +20,7 @@ from cupyep.model import reals
 
 
 def serial_time(t_load: float, t_compute: float, num_tiles: int) -> float:
-    """The time of all tiles one after the other: num_tiles (t_load + t_compute)."""
+    """The time of all tiles one after the other: num_tiles (t_load + t_compute). Raises: TypeError, ValueError."""
     _check(t_load, t_compute, num_tiles, 1, 0)
     return num_tiles * (t_load + t_compute)
 
@@ -48,29 +48,41 @@ def pipeline_time(t_load: float, t_compute: float, num_tiles: int, stages: int =
 def interval(t_load: float, t_compute: float, stages: int = 2, *, t_latency: float = 0.0) -> float:
     """The time between two tiles in the steady state: the slowest of the path, the computation and the ring.
 
-    The ring is Little's law: `stages` tiles in flight, each for t_load + t_compute.
+    The ring is Little's law: `stages` tiles in flight, each for t_load + t_compute. Raises: TypeError, ValueError.
     """
     _check(t_load, t_compute, 1, stages, t_latency)
     return max(t_load - t_latency, t_compute, (t_load + t_compute) / stages)
 
 
 def bytes_in_flight(gbps: float, latency_us: float) -> float:
-    """Bytes that must be under way to move `gbps` GB/s with `latency_us` microseconds: rate x latency."""
+    """Bytes that must be under way to move `gbps` GB/s with `latency_us` microseconds: rate x latency.
+
+    Raises: TypeError, ValueError.
+    """
     reals.nonnegative("gbps", gbps)
     reals.nonnegative("latency_us", latency_us)
     return gbps * 1e3 * latency_us
 
 
 def stages_needed(t_load: float, t_compute: float, *, t_latency: float = 0.0) -> int:
-    """The fewest stages with which only the slower of path and computation is left."""
-    slower = interval(t_load, t_compute, 10**9, t_latency=t_latency)
+    """The fewest stages with which only the slower of path and computation is left.
+
+    Raises: TypeError; ValueError, also where neither takes time but latency does: then no number is enough.
+    """
+    _check(t_load, t_compute, 1, 1, t_latency)
+    slower = max(t_load - t_latency, t_compute)
+    if slower == 0 and t_latency > 0:
+        raise ValueError(f"t_latency: expected less than t_load ({t_load}) where t_compute is 0, got {t_latency}")
     return max(1, math.ceil((t_load + t_compute) / slower - 1e-9)) if slower > 0 else 1
 
 
 def load_time(
     tile_bytes: int, *, latency_us: float, gbps_per_sm: float, num_sms: int = 1, gbps_total: float = math.inf
 ) -> float:
-    """Microseconds to load a tile while `num_sms` SMs do so too: latency, then bytes at the SM's rate or its share."""
+    """Microseconds to load a tile while `num_sms` SMs do so too: latency, then bytes at the SM's rate or its share.
+
+    Raises: TypeError, ValueError.
+    """
     checks.integer("tile_bytes", tile_bytes, 0)
     reals.nonnegative("latency_us", latency_us)
     reals.positive("gbps_per_sm", gbps_per_sm)

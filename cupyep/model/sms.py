@@ -35,9 +35,9 @@ def num_sms(
     Returns: 1 .. the GPU's SMs divided by ranks_per_device.
     Raises: TypeError, ValueError. Sync: none.
     """
-    if verb not in _TIMES:
+    if not isinstance(verb, str) or verb not in _TIMES:
         raise ValueError(f"verb: expected dispatch or combine, got {verb!r}")
-    machine = machine or Machine()
+    machine = Machine.given(machine)
     traffic = Traffic(_MANY_TOKENS, row_bytes, num_ranks, ranks_per_device, num_topk)
     chosen, most = _fewest(verb, traffic, machine), max(1, machine.num_sms // ranks_per_device)
     if explain:

@@ -46,10 +46,14 @@ class Traffic:
         checks.integer("num_topk", self.num_topk, 1)
         if self.destinations is not None:
             reals.nonnegative("destinations", self.destinations)
+            if self.destinations > self.num_ranks:
+                raise ValueError(
+                    f"destinations: expected at most {self.num_ranks} (num_ranks), got {self.destinations}"
+                )
 
     @property
     def fan(self) -> float:
-        """Rows per token."""
+        """Rows per token; experts are drawn with replacement, so a little fewer than where they are distinct."""
         if self.destinations is not None:
             return self.destinations
         return self.num_ranks * (1 - (1 - 1 / self.num_ranks) ** self.num_topk)
@@ -84,8 +88,11 @@ class Estimate:
 
 
 def dispatch_time(traffic: Traffic, num_sms: int, machine: Machine | None = None) -> Estimate:
-    """Time of PUSH: every row is loaded once and stored to each of its destinations, at another rate on other GPUs."""
-    machine = machine or Machine()
+    """Time of PUSH: every row is loaded once and stored to each of its destinations, at another rate on other GPUs.
+
+    Args: num_sms: of each rank; machine: None: an H200. Raises: TypeError, ValueError.
+    """
+    machine = Machine.given(machine)
     remote = traffic.remote_fan
     stored = (traffic.fan - remote) / machine.sm_store_gbps + remote / machine.sm_remote_store_gbps
     per_byte = stored * machine.clock_ghz + 1 / PUSH_LOAD_BYTES_PER_CLOCK
@@ -94,8 +101,11 @@ def dispatch_time(traffic: Traffic, num_sms: int, machine: Machine | None = None
 
 
 def combine_time(traffic: Traffic, num_sms: int, machine: Machine | None = None) -> Estimate:
-    """Time of PULL: a token's rows are loaded from where they lie and added, the sum is written once."""
-    machine = machine or Machine()
+    """Time of PULL: a token's rows are loaded from where they lie and added, the sum is written once.
+
+    Args, Raises: as of dispatch_time.
+    """
+    machine = Machine.given(machine)
     fan, row_bytes = traffic.fan, traffic.row_bytes
     loaded = fan * row_bytes * machine.clock_ghz / machine.sm_load_gbps
     added = fan * (row_bytes / PULL_ADD_BYTES_PER_CLOCK + PULL_ROW_CLOCKS) + row_bytes / PULL_OUT_BYTES_PER_CLOCK

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cupyep.bench import barrier, baseline, low_latency, options, report, timed
+from cupyep.bench.cases import Case
+from cupyep.bench.low_latency_ranks import LowLatencyRank
 from cupyep.bench.sweep import prediction_note
 from cupyep.bench.timing import Timing, fitting_calls, measure, measure_slow
+from cupyep.threads import run_local
 
 
 def bench(*arguments: str, status: int = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -255,7 +259,7 @@ def test_the_goal_of_low_latency(monkeypatch):
     for module, name in ((low_latency, "time_of"), (low_latency, "in_graph"), (barrier, "time_of")):
         monkeypatch.setattr(module, name, time_of)
     moved = {"dispatch": kernels.COPY_BYTES / 100, "combine": kernels.COPY_BYTES / 50}
-    rank = SimpleNamespace(memory_bytes=moved, poison=lambda: None, check=lambda: None)
+    rank = SimpleNamespace(memory_bytes=moved, poison=lambda: None, check=lambda what: None)
     world = SimpleNamespace(size=1, ranks_per_device=1, gather=lambda values: values)
     world.on = lambda ranks, function: [function(rank) for rank in ranks]
     lines = list(low_latency.on_gpu(world, [rank], None, 3))
@@ -264,3 +268,23 @@ def test_the_goal_of_low_latency(monkeypatch):
     assert goals == pytest.approx({"dispatch, in a graph": 5 + 12, "combine, in a graph": 10 + 12})
     assert [line["note"] for line in lines if "note" in line] == ["+10.0% to the two alone"]
     assert lines[1]["gbps"] == pytest.approx(2 * kernels.COPY_BYTES / 1e-3 / 1e9)
+
+
+def test_low_latency_notices_a_wrong_dispatch():
+    """Rows that the timed dispatch brought are compared, not only the sums of those that came before."""
+
+    def body(comm: Any) -> str:
+        rank = LowLatencyRank(comm, Case(8, 128, 2, 4, "fp8"), "numpy")
+        rank.there_and_back(None)
+        rank.poison()
+        rank.call_pair(None)
+        rank.check("pair")
+        rank.poison()
+        rank.x[...] = 0
+        rank.call_pair(None)
+        with pytest.raises(AssertionError) as caught:
+            rank.check("pair")
+        rank.close()
+        return str(caught.value)
+
+    assert [text.split(":")[1] for text in run_local(body, 2)] == [" low_latency_dispatch(x)"] * 2

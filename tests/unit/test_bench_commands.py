@@ -27,6 +27,11 @@ from cupyep.bench import __main__, multi_gpu
         (("low-latency", "--hidden", "100", "--backend", "numpy"), "cupyep.bench: hidden: expected a multiple of 128"),
         (("ep", "--topk", "40"), "cupyep.bench: num_topk: expected 1..32 (experts: 256), got 40"),
         (("ep", "--plot", "x.txt"), "cupyep.bench: --plot: expected "),
+        (("sweep", "--sms", "4", "8"), "--sms: expected one value, around which sweep goes, got 4 8"),
+        (("ep", "--time-limit", "9" * 20), "argument --time-limit: expected at most 604800 seconds"),
+        (("multi-gpu", "--time-limit", "10"), "--time-limit: expected at least 60 for multi-gpu, got 10"),
+        (("ep", "--json", "/"), "cupyep.bench: --json: expected a file in an existing folder, got /"),
+        (("ep", "--json", "/proc/x.json"), "cupyep.bench: --json: expected a folder to write to, got /proc/x.json"),
         (("ep", "--json", "/nonexistent/x.json"), "cupyep.bench: --json: expected a file in an existing folder"),
     ],
 )
@@ -43,7 +48,7 @@ def test_cuda_without_a_gpu(command):
 
 def test_time_limit_ends_the_process():
     done = bench("sweep", "--ranks", "2", "--backend", "numpy", "--time-limit", "3", status=1, timeout=60)
-    assert "Timeout" in done.stderr
+    assert "Timeout" in done.stderr and "--time-limit: 3 s are over" in done.stderr
 
 
 def test_drawing_has_a_time_of_its_own(tmp_path, monkeypatch, capsys):
@@ -170,8 +175,8 @@ def test_summary():
 def test_steps_of_multi_gpu_are_valid_commands():
     """Every step's arguments pass the parser: a child must not fail for them on a machine that was waited for."""
     parsed = []
-    for step in multi_gpu.steps([128, 4096], 7168, quick=False):
+    for step in multi_gpu.steps([128, 4096], 7168, quick=False, calls=2):
         arguments = __main__.parser().parse_args([*step.arguments, "--backend", "auto", "--json", "x", "--ranks", "2"])
         parsed.append(arguments.run.__name__)
     assert parsed == ["_ep", "_barrier", "_ceilings", "_ceilings", "_baseline"]
-    assert sum(step.limit_s for step in multi_gpu.steps([128], 64, quick=True)) <= 480
+    assert sum(step.limit_s for step in multi_gpu.steps([128], 64, quick=True, calls=2)) <= 480
