@@ -25,6 +25,8 @@ MAX_SCALE_BYTES = 2**16  # of a token
 
 def host_array(name: str, value: Any) -> np.ndarray:
     """`value` as a NumPy array, without a copy where possible."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name}: expected an array, got a MaskedArray, whose mask would be lost; try filled()")
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:  # rows of different lengths, a list of arrays on a GPU

@@ -63,7 +63,8 @@ class PeerTimeoutError(PeerError, TimeoutError):
     """A peer did not arrive within the deadline. Attributes as PeerError, and waited_s in seconds."""
 
     def __init__(self, operation: str, epoch: int, rank: int, peer: int, waited_s: float) -> None:
-        PeerError.__init__(self, operation, epoch, rank, peer, f"did not arrive within {waited_s:.3g} s")
+        within = f"within {waited_s:.3g} s" if waited_s else "in time"  # another rank's, where ours has no deadline
+        PeerError.__init__(self, operation, epoch, rank, peer, f"did not arrive {within}")
         self.args = (operation, epoch, rank, peer, waited_s)
         self.waited_s = waited_s
 

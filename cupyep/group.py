@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ class Group:
         config = BufferConfig(num_nvl_bytes, num_rdma_bytes, low_latency_mode, max_tokens_per_rank, backend, timeout_s)
         group = connect(comm, timeout_s)
         self.rank, self.size = group.rank, group.size
-        self._comm, self._timeout_s = group, timeout_s
+        self._comm, self._timeout_s, self._pid = group, timeout_s, os.getpid()
         checks.integer("comm.size", group.size, 1, abi.MAX_RANKS)
         agreed = {name: value for name, value in vars(config).items() if name != "timeout_s"}
         try:
@@ -182,7 +183,7 @@ class Group:
             group.
         """
         backend, self._backend = self._backend, None
-        if backend is None:
+        if backend is None or os.getpid() != self._pid:  # a forked child ends nothing of its parent's
             return
         self._watch = None
         pending: BaseException | None = None
@@ -214,7 +215,8 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         backend = self._backend
-        if error is not None and backend is not None and error is not self._watch.left():
+        is_ours = backend is not None and os.getpid() == self._pid
+        if error is not None and is_ours and error is not self._watch.left():
             # This rank's program failed: the peers must not wait for it until their deadline.
             self._watch.abandon(error, tell=True)
         try:
@@ -241,6 +243,8 @@ class Group:
     def _ready(self, verb: str) -> Any:
         if self._backend is None:
             raise StateError(f"{verb}: this Buffer is closed")
+        if os.getpid() != self._pid:
+            raise StateError(f"{verb}: this Buffer is that of process {self._pid}, which forked process {os.getpid()}")
         if error := self._backend.broken:
             raise StateError(f"{verb}: this Buffer is broken by an earlier error: {error}") from error
         return self._backend

@@ -2,7 +2,7 @@
 
 On a GPU, two threads:    python examples/overlap.py
 On GPUs, four processes:  mpiexec -n 4 python -m mpi4py examples/overlap.py
-On the CPU, in seconds:   python examples/overlap.py --tokens 64 --hidden 256 --size 128
+On the CPU the sizes are smaller, unless you give them.
 
 `with buffer.dispatch(..., async_finish=True).event:` holds what may run meanwhile; when the block ends, the current
 stream waits for the dispatch. A dispatch with handle= (or num_worst_tokens=) needs no count, so the host comes back at
@@ -28,15 +28,18 @@ def positive(text):
     return number
 
 
+DEFAULTS = {"cuda": {"tokens": 4096, "hidden": 7168, "size": 4096}, "numpy": {"tokens": 64, "hidden": 256, "size": 128}}
+
+
 def parse(argv=None):
     show_defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=show_defaults)
     parser.add_argument("--ranks", type=positive, default=2, help="threads, where no MPI launcher started this")
-    parser.add_argument("--tokens", type=positive, default=4096, help="per rank")
-    parser.add_argument("--hidden", type=positive, default=7168, help="float16 elements of a token")
+    parser.add_argument("--tokens", type=positive, help="per rank; 4,096 on GPUs, 64 on CPUs if you say nothing")
+    parser.add_argument("--hidden", type=positive, help="float16 elements of a token; 7,168 or 256")
     parser.add_argument("--experts", type=positive, default=64, help="experts of all ranks together")
     parser.add_argument("--topk", type=positive, default=8, help="experts per token")
-    parser.add_argument("--size", type=positive, default=4096, help="rows and columns of the product's matrices")
+    parser.add_argument("--size", type=positive, help="rows and columns of the product's matrices; 4,096 or 128")
     parser.add_argument("--sms", type=positive, nargs="+", default=[8, 24], help="SM budgets of the dispatch")
     parser.add_argument("--steps", type=positive, default=20, help="timed steps, after one that is not timed")
     parser.add_argument("--backend", choices=["auto", "numpy", "cuda"], default="auto")
@@ -94,7 +97,9 @@ def synchronize(xp):
 def main(comm, args):
     """One rank's program; `comm` is an mpi4py communicator or a cupyep.LocalComm. Returns the exit status."""
     cupyep.Buffer.set_num_sms(max(args.sms))
-    with cupyep.Buffer(comm, max_tokens_per_rank=args.tokens, backend=args.backend) as buffer:
+    with cupyep.Buffer(comm, backend=args.backend) as buffer:
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        args = argparse.Namespace(**DEFAULTS[buffer.backend] | given)
         if buffer.backend == "cuda":
             import cupy as xp
         else:

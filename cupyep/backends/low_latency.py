@@ -86,7 +86,7 @@ class LowLatency(ABC):
     ) -> tuple[dict[str, Any], LowLatencyHandle, Any, Callable[[], None] | None]:
         """(results by name, handle, event, hook). inputs: x, topk_idx, topk_weights, stats."""
         with_weights = inputs["topk_weights"] is not None
-        slot = self._claim(DISPATCH, shape)
+        slot = self._claim(DISPATCH, shape, with_weights)
         results = self._results(DISPATCH, slot, shape)
         tables = results["tables"]
         num_tokens = len(inputs["x"])
@@ -118,12 +118,13 @@ class LowLatency(ABC):
         split: bool,
     ) -> tuple[Any, Any, Callable[[], None] | None]:
         """(combined_x, event, hook). inputs: x, topk_weights (None if they went with the dispatch), out or None."""
-        slot = self._claim(COMBINE, shape)
+        with_weights = inputs["topk_weights"] is not None
+        slot = self._claim(COMBINE, shape, with_weights)
         results = self._results(COMBINE, slot, shape)
         out = inputs.pop("out")
         if out is None:
             out = results["out"][: handle.num_tokens]
-        with_weights, tables = inputs["topk_weights"] is not None, (handle.tables, (handle.number - 1) % NUM_SLOTS)
+        tables = handle.tables, (handle.number - 1) % NUM_SLOTS
         results, num_tokens = {"out": out}, handle.num_tokens
         call = LowLatencyCall(COMBINE, slot, shape, num_tokens, with_weights, inputs, results, *tables, num_sms)
         return out, *self._start(call, async_finish, split)
@@ -152,13 +153,13 @@ class LowLatency(ABC):
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def _claim(self, operation: Operation, shape: LowLatencyShape) -> int:
+    def _claim(self, operation: Operation, shape: LowLatencyShape, with_weights: bool) -> int:
         """The slot of the next call; nobody may still need what lies there. Collective where the shape is new."""
         slot = self._numbers[operation] % NUM_SLOTS
         if self._pending:
             self._check_pending(operation, slot)
         if (operation, shape) not in self._prepared:
-            self._prepare(operation, shape)
+            self._prepare(operation, shape, with_weights)
         return slot
 
     def _check_pending(self, operation: Operation, slot: int) -> None:
@@ -177,7 +178,7 @@ class LowLatency(ABC):
         """Calls of `operation` whose hooks have not been called."""
         return [call for call in self._pending.values() if call.operation == operation]
 
-    def _prepare(self, operation: Operation, shape: LowLatencyShape) -> None:
+    def _prepare(self, operation: Operation, shape: LowLatencyShape, with_weights: bool) -> None:
         if self._capturing():
             raise StateError(
                 f"{operation.verb}: a shape's first call is collective and cannot be captured; make it before"
@@ -193,7 +194,8 @@ class LowLatency(ABC):
         grows = needed > self._region_bytes
         if grows and self._pending and not self._config.num_rdma_bytes:  # before peers without open hooks are met
             raise StateError(f"{operation.verb}: a larger shape than ever needs all earlier hooks to have been called")
-        self._comm.agree(operation.verb, shape.arguments, timeout_s=self._config.timeout_s)
+        arguments = shape.arguments | {"topk_weights": "some" if with_weights else "none"}
+        self._comm.agree(operation.verb, arguments, timeout_s=self._config.timeout_s)
         if grows:
             if self._config.num_rdma_bytes:
                 given = self._config.num_rdma_bytes

@@ -27,6 +27,7 @@ class Shape:
     scale_dtype: Any = None  # NumPy dtype of the scales that travel
     by_expert: bool = False  # received rows are grouped by expert
     local_dtype: Any = None  # by_expert, PULL: of the experts' outputs, which are reduced to dtype before they travel
+    is_weighted: bool = False  # ... with weights, which then do not travel
 
     @cached_property
     def columns(self) -> dict[str, tuple[int, Any]]:
@@ -43,8 +44,8 @@ class Shape:
     @cached_property
     def signature(self) -> dict[str, int]:
         """The words that every rank must post alike, apart from operation, num_experts and handle_id."""
-        flags = abi.Flag.WEIGHTS * self.rows.with_weights | abi.Flag.IDX64 * (self.rows.idx_bytes == 8)
-        flags |= abi.Flag.EXPERT_LAYOUT * self.by_expert
+        flags = abi.Flag.WEIGHTS * (self.rows.with_weights or self.is_weighted)
+        flags |= abi.Flag.IDX64 * (self.rows.idx_bytes == 8) | abi.Flag.EXPERT_LAYOUT * self.by_expert
         return {
             "dtype": checks.DTYPES[self.dtype] + 16 * checks.DTYPES.get(self.local_dtype, 0),
             "row_bytes": self.rows.row_bytes,
@@ -66,8 +67,10 @@ def _push_shape(
 
 @cache
 def _pull_shape(hidden: int, dtype: Any, num_topk: int, with_weights: bool, local_dtype: Any) -> Shape:
-    rows = RowLayout(hidden * dtype.itemsize, num_topk, 0, with_weights)
-    return Shape(abi.Operation.PULL, hidden, dtype, rows, by_expert=local_dtype is not None, local_dtype=local_dtype)
+    by_expert = local_dtype is not None
+    rows = RowLayout(hidden * dtype.itemsize, num_topk, 0, with_weights and not by_expert)
+    is_weighted = with_weights and by_expert
+    return Shape(abi.Operation.PULL, hidden, dtype, rows, None, by_expert, local_dtype, is_weighted)
 
 
 class Tokens(NamedTuple):
@@ -101,7 +104,7 @@ class Outputs(NamedTuple):
 
     def shape(self, num_topk: int) -> Shape:
         """Of the PULL that adds them."""
-        x, wire = self.x, self.wire_dtype
+        x, wire, with_weights = self.x, self.wire_dtype, self.topk_weights is not None
         if wire is None:
-            return _pull_shape(x.shape[1], x.dtype, num_topk, self.topk_weights is not None, None)
-        return _pull_shape(x.shape[1], wire, num_topk, False, x.dtype)
+            return _pull_shape(x.shape[1], x.dtype, num_topk, with_weights, None)
+        return _pull_shape(x.shape[1], wire, num_topk, with_weights, x.dtype)

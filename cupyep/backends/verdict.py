@@ -26,6 +26,8 @@ def signature_mismatch(posts: np.ndarray) -> MismatchError | None:
     return None
 
 
+_CALLS: dict[int, str] = {Operation.PUSH: "dispatch with a handle"}  # COUNT is what a dispatch without one begins with
+
 # What a flag tells of which argument: where it is not set, and where it is.
 _FLAGS = {
     Flag.WEIGHTS: ("topk_weights", "none", "some"),
@@ -37,7 +39,7 @@ _FLAGS = {
 def _readable(field: str, expected: int, got: int, dtype: int) -> tuple[str, Any, Any]:
     """(argument, rank 0's value, the other's) of a field of two posts whose earlier fields, `dtype` too, agree."""
     if field == "operation":
-        return field, Operation(expected).verb, Operation(got).verb
+        return field, _CALLS.get(expected, Operation(expected).verb), _CALLS.get(got, Operation(got).verb)
     if field == "dtype":
         return field, _element(expected), _element(got)
     if field == "scales":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -131,3 +133,33 @@ def test_shapes_that_empty_refuses(shape):
         pytest.raises((TypeError, ValueError), match="shape: expected"),
     ):
         buffer.empty(shape, np.float32)
+
+
+FORKED = """
+import os, numpy as np, cupyep
+x, idx = np.ones((4, 8), np.float32), np.zeros((4, 1), np.int64)
+with cupyep.Buffer(backend="numpy", timeout_s=5) as buffer:
+    if (child := os.fork()) == 0:
+        try:
+            with buffer:
+                buffer.barrier()
+        except cupyep.StateError as error:
+            print(error, flush=True)
+        buffer.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(buffer.dispatch(x, idx, num_experts=1).recv_x.shape)
+"""
+
+
+def test_a_forked_child_leaves_its_parents_buffer_alone():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60)
+    first, last = done.stdout.splitlines()
+    assert first.startswith("barrier: this Buffer is that of process ") and last == "(4, 8)", done.stderr
+
+
+def test_masked_arrays_are_refused():
+    with cupyep.Buffer(backend="numpy") as buffer:
+        masked = np.ma.masked_less(np.zeros((4, 8), np.float32), 0)
+        with pytest.raises(TypeError, match="x: expected an array, got a MaskedArray"):
+            buffer.dispatch(masked, np.zeros((4, 1), np.int64), num_experts=1)

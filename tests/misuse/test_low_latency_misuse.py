@@ -148,6 +148,8 @@ def differ_at_first(comm, backend):
     with open_buffer(comm, backend) as buffer:
         with pytest.raises(cupyep.MismatchError, match="num_max_dispatch_tokens_per_rank: rank 0 has 10, rank 1"):
             low_latency.run_job(buffer, Job(case(), extra=1 + comm.rank), backend)
+        with pytest.raises(cupyep.MismatchError, match="topk_weights: rank 0 has 'some', rank 1 has 'none'"):
+            low_latency.dispatch(buffer, Job(case(), travel=comm.rank == 0), backend)
         low_latency.run_job(buffer, Job(case()), backend)
 
 

@@ -79,9 +79,11 @@ def mismatched_combines(comm, backend):
             "topk_weights": lambda: buffer.combine(x, handle),
             "hidden": lambda: buffer.combine(wide, handle, weights),
             "operation": lambda: buffer.dispatch(*parts, num_experts=CASE.num_experts),
+            "cached": lambda: buffer.dispatch(parts[0], handle=handle),
         }
         for field, odd_call in odd_calls.items():
-            errors[field] = caught(odd_call if is_odd else lambda: buffer.combine(x, handle, weights))
+            others = odd_calls["operation"] if field == "cached" else lambda: buffer.combine(x, handle, weights)
+            errors[field] = caught(odd_call if is_odd else others)
             for kept in results:
                 checks.check_received(kept, CASE, comm.rank)
                 checks.check_combine(buffer, CASE, comm.rank, backend, kept)
@@ -136,9 +138,29 @@ def test_num_worst_tokens(run_ranks, backend):
 
 def test_combine(run_ranks, backend):
     results = run_ranks(3, mismatched_combines, backend)
+    values = {"operation": ("combine", "dispatch"), "cached": ("dispatch", "dispatch with a handle")}
     for field in results[0]:
-        values = ("combine", "dispatch") if field == "operation" else ()
-        assert_mismatch([errors[field] for errors in results], field, *values)
+        name = "operation" if field == "cached" else field
+        assert_mismatch([errors[field] for errors in results], name, *values.get(field, ()))
+
+
+def mismatched_weights_of_experts(comm, backend):
+    """Rows are added up before they travel; the weights do not, but their sums would be of two kinds."""
+    errors, options = [], {"num_experts": CASE.num_experts, "layout": "expert"}
+    with cupyep.Buffer(comm, backend=backend, timeout_s=TIMEOUT_S) as buffer:
+        result = buffer.dispatch(*arrays(backend, comm.rank), **options)
+        given, none = (result.recv_x, result.handle, result.recv_topk_weights), (result.recv_x, result.handle)
+        errors.append(caught(lambda: buffer.combine(*(none if comm.rank == ODD_ONE else given))))  # of a new shape
+        for parts in (given, none):
+            buffer.combine(*parts)
+        errors.append(caught(lambda: buffer.combine(*(none if comm.rank == ODD_ONE else given))))
+        checks.run_case(comm, CASE, backend, buffer)
+    return errors
+
+
+def test_weights_in_the_expert_layout(run_ranks, backend):
+    for errors in zip(*run_ranks(3, mismatched_weights_of_experts, backend), strict=True):
+        assert_mismatch(errors, "topk_weights", "some", "none")
 
 
 def test_creation(run_ranks, backend):

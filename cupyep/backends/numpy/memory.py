@@ -1,7 +1,7 @@
 """Memory that all CPU ranks see: mmap'ed files between processes, plain arrays between threads.
 
-A file has mode 0600 and loses its name once every rank has mapped it, so nothing is left behind even if all ranks are
-killed. Files grow on demand: a heap that is never touched costs nothing.
+A file has mode 0600 and loses its name once every rank has mapped it: from then on nothing is left behind even if all
+ranks are killed. Files grow on demand: a heap that is never touched costs nothing.
 """
 
 from __future__ import annotations
