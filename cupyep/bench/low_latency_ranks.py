@@ -47,8 +47,10 @@ class LowLatencyRank(BufferRank):
     def poison(self) -> None:
         """Makes rows received and sums wrong, so that `check` shows whether the calls that follow make them right."""
         for result in self._results:
-            for part in result.recv_x if isinstance(result.recv_x, tuple) else (result.recv_x,):
-                part.view(np.uint8).fill(0xFF)  # NaN
+            rows, scales = result.recv_x if isinstance(result.recv_x, tuple) else (result.recv_x, None)
+            rows.view(np.uint8).fill(0xFF)  # NaN
+            if scales is not None:
+                scales.fill(np.nan)
         self.out.view(np.uint8).fill(0xFF)
 
     def check(self, what: str) -> None:

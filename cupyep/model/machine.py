@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from cupyep import checks
 from cupyep.model import reals
 
-STORE_BYTES_PER_CLOCK = 30.3  # of an SM: TMA store only, 60 GB/s at 1.98 GHz; the port is 32 bytes wide
+STORE_BYTES_PER_CLOCK = 30.3  # of an SM, in PUSH: 60 GB/s at 1.98 GHz. Bare TMA stores do 62; the port is 32 bytes wide
 # Of an SM that stores to another GPU: 53 GB/s. Bare stores to a peer do 50, from one SM to six; in PUSH a part of their
 # time is that of the rows' loads, which is counted already. 27 explains PUSH of 7 and 14 KB rows with 1 to 12 SMs.
 REMOTE_STORE_BYTES_PER_CLOCK = 27.0
-LOAD_BYTES_PER_CLOCK = 83.3  # of an SM: TMA load only, 165 GB/s
-PUSH_MEMORY_SHARE = 0.66  # 3,200 GB/s read and written together, when every rank pushes within one memory
-PULL_MEMORY_SHARE = 0.77  # 3,800 GB/s; reads are cheaper than writes
+LOAD_BYTES_PER_CLOCK = 83.3  # of an SM: 165 GB/s; bare TMA loads do 190 from one SM and 155 from each of 8
+PUSH_MEMORY_SHARE = 0.68  # 3,300 GB/s read and written together, when every rank pushes within one memory
+PULL_MEMORY_SHARE = 0.79  # 3,900 GB/s; reads are cheaper than writes
 # Of the link's nominal rate, payload in one direction while every rank sends and receives.
 PUSH_LINK_SHARE = 0.70  # 315 of 450 GB/s: PUSH does 310 to 328 beyond its handshake, bare stores 350
 PULL_LINK_SHARE = 0.72  # 324 GB/s: PULL does 317 to 334, bare loads 336 between two GPUs and 325 among four

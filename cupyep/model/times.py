@@ -1,8 +1,8 @@
 """What a dispatch or combine costs: the slowest of SMs, memory and link, plus the handshake.
 
 An SM's time for a row is bytes over the port that moves them, plus a fixed cost for each row. The fixed costs were
-fitted to kernels on one H200 (docs/performance.md: 2 and 4 ranks, rows of 14,336 and 4,096 bytes, PULL's of 2,048 too)
-and scale with the clock; the handshake does not; everything else is a rate of Machine.
+fitted to kernels on one H200 (`python -m cupyep.bench sweep`: 2 and 4 ranks, rows of 2,048 to 32,768 bytes) and scale
+with the clock; the handshake does not; everything else is a rate of Machine.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from cupyep import checks
 from cupyep.model import reals
 from cupyep.model.machine import PULL_LINK_SHARE, PULL_MEMORY_SHARE, PUSH_LINK_SHARE, PUSH_MEMORY_SHARE, Machine
 
-# Clocks of one SM. PUSH: the row's load delays the stores of others a little; ids, weights and the turn itself are 30
+# Clocks of one SM. PUSH: the row's load delays the stores of others a little; ids, weights and the turn itself are 13
 # ns. PULL: adding is bound by issue slots: 5.7 ns per KiB of a row and 18 ns for each row, then 12 ns per KiB of sum.
-PUSH_ROW_CLOCKS, PUSH_LOAD_BYTES_PER_CLOCK = 59.0, 250.0
+PUSH_ROW_CLOCKS, PUSH_LOAD_BYTES_PER_CLOCK = 25.0, 250.0
 PULL_ROW_CLOCKS, PULL_ADD_BYTES_PER_CLOCK, PULL_OUT_BYTES_PER_CLOCK = 36.0, 90.0, 42.0
-# Of a call with next to nothing to move: its launch in a CUDA graph, posts, the way of a first row, done words. PUSH
-# and PULL alike need 10.5 to 11.9 us, with two ranks on a GPU or a GPU for each of two or four; 13 to 16, four on one.
-HANDSHAKE_US = 11.0
+# Of a call with next to nothing to move, PUSH and PULL alike: its launch in a CUDA graph, posts, the way of a first
+# row, done words. More for each rank on the GPU: 7, 8, 12 and 15 us with 1, 2, 4 and 8. More again where ranks are on
+# several GPUs: 11.6 to 11.9 us on four, measured with kernels that took 3 us longer on one GPU than these do.
+HANDSHAKE_US, RANK_US, LINK_US = 6.3, 1.25, 3.5
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,12 @@ class Traffic:
     def remote_fan(self) -> float:
         """Those rows of a token that cross a link: to ranks on other GPUs."""
         return self.fan * (1 - self.ranks_per_device / self.num_ranks)
+
+    @property
+    def handshake_us(self) -> float:
+        """Microseconds of a call that has nothing to move."""
+        has_link = self.ranks_per_device < self.num_ranks
+        return HANDSHAKE_US + RANK_US * self.ranks_per_device + LINK_US * has_link
 
     @property
     def wire_bytes(self) -> float:
@@ -124,4 +131,4 @@ def _estimate(
         # Ranks of one GPU share its link. What they send is what they receive, so one direction decides.
         "link": traffic.wire_bytes * traffic.ranks_per_device / (link_share * machine.link_gbps * 1e9),
     }
-    return Estimate(max(terms.values()) + HANDSHAKE_US * 1e-6, terms)
+    return Estimate(max(terms.values()) + traffic.handshake_us * 1e-6, terms)
