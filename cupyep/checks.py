@@ -23,10 +23,16 @@ MAX_ALIGNMENT = 2**16  # rows
 MAX_SCALE_BYTES = 2**16  # of a token
 
 
-def host_array(name: str, value: Any) -> np.ndarray:
-    """`value` as a NumPy array, without a copy where possible."""
+def unmasked(name: str, value: Any) -> Any:
+    """`value`, unless NumPy would lose its mask."""
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(f"{name}: expected an array, got a MaskedArray, whose mask would be lost; try filled()")
+    return value
+
+
+def host_array(name: str, value: Any) -> np.ndarray:
+    """`value` as a NumPy array, without a copy where possible."""
+    unmasked(name, value)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:  # rows of different lengths, a list of arrays on a GPU

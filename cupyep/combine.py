@@ -36,7 +36,7 @@ class Combine(Group):
                 In the expert layout `[handle.expert_rows.num_rows, hidden]`, not weighted.
             handle: from that dispatch.
             topk_weights: `[num_recv_tokens, num_topk]` float32 to be summed the same way, or None. In the expert layout
-                the factors of a token's rows.
+                the factors of a token's rows. All ranks give some, or none does.
             bias: `[num_tokens, hidden]` of combined_x's type, or a pair of such arrays, added to the sums.
             out: `[num_tokens, hidden]` of that type, contiguous: gets combined_x. It may be an array of bias, and
                 overlaps no input otherwise. None: a new array.

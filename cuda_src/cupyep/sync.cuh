@@ -44,7 +44,7 @@ __device__ __forceinline__ ChannelState* channel_state(const Sync& sync) {
   return reinterpret_cast<ChannelState*>(channel(sync, sync.rank) + cfg::kStateOffset);
 }
 
-// The channel's epoch and, above it, busy: one word, so that nobody begins unless both are still as they were read.
+// The channel's epoch and, above it, busy: one word, so that begin's thread finds both as it has read them, or overlap.
 __device__ __forceinline__ u64* turn(const Sync& sync) { return reinterpret_cast<u64*>(&channel_state(sync)->epoch); }
 
 // What `sender` told `owner` about epoch `epoch`: in owner's memory.
@@ -133,7 +133,7 @@ __device__ __forceinline__ u32 next_epoch(const Sync& sync) {
 }
 
 // Every thread. Catches two operations of one channel at once, and orders nothing; the last thread does it, as the first
-// ones have peers to wait for.
+// ones have peers to wait for. Other threads that read another epoch, in the moment in which it advanced, go unnoticed.
 __device__ inline void begin(const Sync& sync, u32 operation, u32 epoch) {
   if (blockIdx.x != 0 || threadIdx.x != blockDim.x - 1) return;
   const u64 idle = epoch - 1;

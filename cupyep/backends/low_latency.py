@@ -194,8 +194,8 @@ class LowLatency(ABC):
         grows = needed > self._region_bytes
         if grows and self._pending and not self._config.num_rdma_bytes:  # before peers without open hooks are met
             raise StateError(f"{operation.verb}: a larger shape than ever needs all earlier hooks to have been called")
-        arguments = shape.arguments | {"topk_weights": "some" if with_weights else "none"}
-        self._comm.agree(operation.verb, arguments, timeout_s=self._config.timeout_s)
+        weights = {"topk_weights": "some" if with_weights else "none"} if operation == DISPATCH else {}
+        self._comm.agree(operation.verb, shape.arguments | weights, timeout_s=self._config.timeout_s)
         if grows:
             if self._config.num_rdma_bytes:
                 given = self._config.num_rdma_bytes

@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say_late(arguments: argparse.Namespace) -> None:
-    kept = f"; {arguments.json} has what was measured" if arguments.json else ""
-    print(f"cupyep.bench: --time-limit: {arguments.time_limit} s are over{kept}", file=sys.stderr, flush=True)
+    print(f"cupyep.bench: --time-limit: {arguments.time_limit} s are over", file=sys.stderr, flush=True)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -57,7 +57,9 @@ def rank_class(world: World) -> type[LowLatencyRank]:
 def on_numpy(world: World, ranks: list[Any], sms: int | None, calls: int) -> Iterator[dict[str, Any]]:
     """Collective: the calls."""
     for verb in VERBS:
+        world.on(ranks, lambda rank: rank.poison())
         yield _line(f"{verb} call", time_of(world, ranks, f"call_{verb}", sms, "API", calls))
+        world.on(ranks, partial(LowLatencyRank.check, what=verb))
 
 
 def on_gpu(world: World, ranks: list[Any], sms: int | None, calls: int) -> Iterator[dict[str, Any]]:

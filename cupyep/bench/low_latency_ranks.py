@@ -56,9 +56,9 @@ class LowLatencyRank(BufferRank):
     def check(self, what: str) -> None:
         """Raises what calls have met, or AssertionError if the last dispatch, combine or pair made something wrong."""
         if what != "combine":
-            received = self._results[-1]
-            there = self.xp.arange(self.y.shape[1]) < self.xp.asarray(received.recv_count)[:, None]
-            self.expect("low_latency_dispatch(x)", self._rows(received.recv_x)[there], self.y[there])
+            for result in self._results:
+                there = self.xp.arange(self.y.shape[1]) < self.xp.asarray(result.recv_count)[:, None]
+                self.expect("low_latency_dispatch(x)", self._rows(result.recv_x)[there], self.y[there])
         if what != "dispatch":
             self.expect("low_latency_combine(low_latency_dispatch(x))", self.out, self.wanted)
 

@@ -68,6 +68,7 @@ def git_revision() -> str | None:
 def write_json(path: Path, known: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
     """{"schema", "command", "facts", "results"}; every result is a flat object with its units in the names."""
     whole = {"schema": SCHEMA, "command": sys.argv[1:], "facts": known, "results": list(results)}
+    path = path.resolve()  # a link stays one
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(whole, indent=1) + "\n")
     part.replace(path)  # a reader finds all of it, or what was there before
@@ -78,10 +79,10 @@ def check_files(json_path: Path | None, plot_path: Path | None) -> None:
     for name, path in (("json", json_path), ("plot", plot_path)):
         if path is None:
             continue
-        if path.is_dir() or not path.absolute().parent.is_dir():
+        if (path.exists() and not path.is_file()) or not path.resolve().parent.is_dir():
             raise ValueError(f"--{name}: expected a file in an existing folder, got {path}")
         try:
-            tempfile.TemporaryFile(dir=path.absolute().parent).close()
+            tempfile.TemporaryFile(dir=path.resolve().parent).close()
         except OSError as error:
             raise ValueError(f"--{name}: expected a folder to write to, got {path} ({error.strerror})") from None
     if plot_path is not None:

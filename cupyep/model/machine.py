@@ -32,7 +32,7 @@ class Machine:
     """One GPU and its link to each other. The defaults are an H200's.
 
     num_sms; clock_ghz: the SMs' highest clock; memory_gbps: nominal; link_gbps: nominal, to all peers together, in one
-    direction. Raises: TypeError, ValueError for what is not positive.
+    direction. Raises: TypeError, ValueError for what is not positive and finite.
     """
 
     num_sms: int = 132
@@ -43,8 +43,7 @@ class Machine:
     def __post_init__(self) -> None:
         checks.integer("num_sms", self.num_sms, 1)
         for name in ("clock_ghz", "memory_gbps", "link_gbps"):
-            reals.positive(name, getattr(self, name))
-            reals.nonnegative(name, getattr(self, name))  # finite, too
+            reals.positive(name, getattr(self, name), finite=True)
 
     @classmethod
     def given(cls, machine: Machine | None) -> Machine:

@@ -16,11 +16,13 @@ def nonnegative(name: str, value: Any) -> None:
         raise ValueError(f"{name}: expected a finite number, got {value}")
 
 
-def positive(name: str, value: Any) -> None:
-    """`value` is more than 0; not NaN."""
+def positive(name: str, value: Any, *, finite: bool = False) -> None:
+    """`value` is more than 0; not NaN; `finite`: nor infinite."""
     _real(name, value)
     if not value > 0:
         raise ValueError(f"{name}: expected more than 0, got {value}")
+    if finite and value == math.inf:
+        raise ValueError(f"{name}: expected a finite number, got {value}")
 
 
 def _real(name: str, value: Any) -> None:

@@ -20,7 +20,7 @@ def asarray(name: str, value: Any) -> Any:
     UnsupportedDeviceError for a CUDA array where there is no CuPy or no GPU.
     """
     if isinstance(value, np.ndarray):
-        return value
+        return checks.unmasked(name, value)
     if not hasattr(value, "__cuda_array_interface__"):
         raise TypeError(f"{name}: expected a NumPy or a CUDA array, got {type(value).__name__}")
     launches.target(f"{name}: a CUDA array")

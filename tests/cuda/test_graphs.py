@@ -104,7 +104,7 @@ def open_layer(comm, options=None):
 
 @on_a_stream
 def replays(comm):
-    """Many replays, eager calls among them; every result is right. The busy word never saw two at once."""
+    """Many replays, eager calls among them; every result is right. The busy bit never saw two at once."""
     buffer, layer, traffics = open_layer(comm)
     with buffer:
         make_room()  # before any kernel waits for a peer

@@ -163,3 +163,5 @@ def test_masked_arrays_are_refused():
         masked = np.ma.masked_less(np.zeros((4, 8), np.float32), 0)
         with pytest.raises(TypeError, match="x: expected an array, got a MaskedArray"):
             buffer.dispatch(masked, np.zeros((4, 1), np.int64), num_experts=1)
+    with pytest.raises(TypeError, match="src: expected an array, got a MaskedArray"):
+        cupyep.tma.copy(np.zeros((4, 8), np.float32), masked)

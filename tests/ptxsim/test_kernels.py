@@ -92,7 +92,7 @@ def test_barrier_and_abort() -> None:
 
 
 def test_two_barriers_at_once() -> None:
-    """They overlap or they do not; what is excluded is that both take the same epoch and neither is told."""
+    """They overlap or they do not; what is excluded, for kernels of one warp, is that both take an epoch untold."""
     turns = range(12)
     assert {failures.run_unordered(seed, n) for seed in SEEDS for n in turns} == {False, True}
     reread = (("cupyep/sync.cuh", "idle = epoch - 1;", "idle = ptx::ld_relaxed_gpu(turn(sync)) & ~0u;"),)

@@ -182,6 +182,12 @@ def test_views_alias_nothing(num_ranks: int) -> None:
     assert np.count_nonzero(memory) == sum(region.num_bytes for region in regions)
 
 
+def test_epoch_and_busy_are_one_word() -> None:
+    """To the kernels: the epoch below, busy above, at an address of 8 bytes."""
+    offsets = {name: offset for name, (_, offset, *_) in layout.CHANNEL_STATE.dtype.fields.items()}  # type: ignore[union-attr]
+    assert offsets["busy"] == offsets["epoch"] + 4 and offsets["epoch"] % 8 == 0 and layout.ALIGNMENT % 8 == 0
+
+
 @given(
     st.integers(1, 2**18),
     st.integers(0, abi.MAX_TOPK),
