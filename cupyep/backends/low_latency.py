@@ -86,7 +86,7 @@ class LowLatency(ABC):
     ) -> tuple[dict[str, Any], LowLatencyHandle, Any, Callable[[], None] | None]:
         """(results by name, handle, event, hook). inputs: x, topk_idx, topk_weights, stats."""
         with_weights = inputs["topk_weights"] is not None
-        slot = self._claim(DISPATCH, shape, with_weights)
+        slot = self._claim(DISPATCH, shape, topk_weights="some" if with_weights else "none")
         results = self._results(DISPATCH, slot, shape)
         tables = results["tables"]
         num_tokens = len(inputs["x"])
@@ -118,13 +118,12 @@ class LowLatency(ABC):
         split: bool,
     ) -> tuple[Any, Any, Callable[[], None] | None]:
         """(combined_x, event, hook). inputs: x, topk_weights (None if they went with the dispatch), out or None."""
-        with_weights = inputs["topk_weights"] is not None
-        slot = self._claim(COMBINE, shape, with_weights)
+        slot = self._claim(COMBINE, shape)
         results = self._results(COMBINE, slot, shape)
         out = inputs.pop("out")
         if out is None:
             out = results["out"][: handle.num_tokens]
-        tables = handle.tables, (handle.number - 1) % NUM_SLOTS
+        with_weights, tables = inputs["topk_weights"] is not None, (handle.tables, (handle.number - 1) % NUM_SLOTS)
         results, num_tokens = {"out": out}, handle.num_tokens
         call = LowLatencyCall(COMBINE, slot, shape, num_tokens, with_weights, inputs, results, *tables, num_sms)
         return out, *self._start(call, async_finish, split)
@@ -153,13 +152,15 @@ class LowLatency(ABC):
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def _claim(self, operation: Operation, shape: LowLatencyShape, with_weights: bool) -> int:
-        """The slot of the next call; nobody may still need what lies there. Collective where the shape is new."""
+    def _claim(self, operation: Operation, shape: LowLatencyShape, **more: str) -> int:
+        """The slot of the next call; nobody may still need what lies there. Collective where the shape is new: ranks
+        then compare it and `more`, arguments beside it.
+        """
         slot = self._numbers[operation] % NUM_SLOTS
         if self._pending:
             self._check_pending(operation, slot)
         if (operation, shape) not in self._prepared:
-            self._prepare(operation, shape, with_weights)
+            self._prepare(operation, shape, more)
         return slot
 
     def _check_pending(self, operation: Operation, slot: int) -> None:
@@ -178,7 +179,7 @@ class LowLatency(ABC):
         """Calls of `operation` whose hooks have not been called."""
         return [call for call in self._pending.values() if call.operation == operation]
 
-    def _prepare(self, operation: Operation, shape: LowLatencyShape, with_weights: bool) -> None:
+    def _prepare(self, operation: Operation, shape: LowLatencyShape, more: dict[str, str]) -> None:
         if self._capturing():
             raise StateError(
                 f"{operation.verb}: a shape's first call is collective and cannot be captured; make it before"
@@ -194,8 +195,7 @@ class LowLatency(ABC):
         grows = needed > self._region_bytes
         if grows and self._pending and not self._config.num_rdma_bytes:  # before peers without open hooks are met
             raise StateError(f"{operation.verb}: a larger shape than ever needs all earlier hooks to have been called")
-        weights = {"topk_weights": "some" if with_weights else "none"} if operation == DISPATCH else {}
-        self._comm.agree(operation.verb, shape.arguments | weights, timeout_s=self._config.timeout_s)
+        self._comm.agree(operation.verb, shape.arguments | more, timeout_s=self._config.timeout_s)
         if grows:
             if self._config.num_rdma_bytes:
                 given = self._config.num_rdma_bytes

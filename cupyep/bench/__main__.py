@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         env.set_default_connections()
     try:
         report.check_files(arguments.json, arguments.plot)
+        env.mover()  # one of the facts behind the results: raises now, not then
         results = arguments.run(arguments)
         if results is None:
             return 0

@@ -66,10 +66,9 @@ def run(
                 verify_kernels(world, ranks, sms)
             for line in lines:
                 next(steps)
-                if not line.one_sm:
-                    yield {"benchmark": "ep", **result(world, case, ranks, sms, line, calls)}
-                elif sms == num_sms[0]:
-                    yield {"benchmark": "ep", **result(world, case, ranks, sms and 1, line, calls)}
+                if line.one_sm and sms != num_sms[0]:
+                    continue
+                yield {"benchmark": "ep", **result(world, case, ranks, sms and 1 if line.one_sm else sms, line, calls)}
         world.on(ranks, lambda rank: rank.close())
     next(steps, None)
 

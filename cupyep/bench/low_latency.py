@@ -6,7 +6,7 @@ at the rate at which all ranks at once copy memory, measured in the same run, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -57,9 +57,7 @@ def rank_class(world: World) -> type[LowLatencyRank]:
 def on_numpy(world: World, ranks: list[Any], sms: int | None, calls: int) -> Iterator[dict[str, Any]]:
     """Collective: the calls."""
     for verb in VERBS:
-        world.on(ranks, lambda rank: rank.poison())
-        yield _line(f"{verb} call", time_of(world, ranks, f"call_{verb}", sms, "API", calls))
-        world.on(ranks, partial(LowLatencyRank.check, what=verb))
+        yield _line(f"{verb} call", checked(world, ranks, verb, time_of, sms, "API", calls))
 
 
 def on_gpu(world: World, ranks: list[Any], sms: int | None, calls: int) -> Iterator[dict[str, Any]]:
@@ -73,7 +71,7 @@ def on_gpu(world: World, ranks: list[Any], sms: int | None, calls: int) -> Itera
     yield {**_line("copy of memory, all ranks at once", copy), "gbps": rate / 1e9}
     kernels_us = 0.0
     for verb in VERBS:
-        line = _line(f"{verb}, in a graph", replayed(world, ranks, verb, sms, calls))
+        line = _line(f"{verb}, in a graph", checked(world, ranks, verb, in_graph, sms, calls))
         moved = ep.mean(world, [rank.memory_bytes[verb] for rank in ranks])
         bytes_us = moved / rate * 1e6
         kernels_us += line["time_us"]
@@ -83,16 +81,18 @@ def on_gpu(world: World, ranks: list[Any], sms: int | None, calls: int) -> Itera
             "bytes_us": bytes_us,
             "goal_us": bytes_us + NUM_BARRIERS * bare["time_us"],
         }
-    pair = _line("pair, in a graph", replayed(world, ranks, "pair", sms, calls))
+    pair = _line("pair, in a graph", checked(world, ranks, "pair", in_graph, sms, calls))
     yield {**pair, "note": f"{pair['time_us'] / kernels_us - 1:+.1%} to the two alone"}
     for verb in VERBS:
         yield _line(f"{verb} call, host", time_of(world, ranks, f"call_{verb}", sms, "host", calls))
 
 
-def replayed(world: World, ranks: list[Any], verb: str, sms: int | None, calls: int) -> Timing:
-    """Collective: the time of a call in a graph of many. What the last ones made is checked."""
+def checked(world: World, ranks: list[Any], verb: str, measure: Callable[..., Timing], *arguments: Any) -> Timing:
+    """Collective: the time of a call by `measure`: time_of or in_graph, whose further `arguments` follow. What the last
+    calls made is checked.
+    """
     world.on(ranks, lambda rank: rank.poison())
-    timing = in_graph(world, ranks, f"call_{verb}", sms, calls)
+    timing = measure(world, ranks, f"call_{verb}", *arguments)
     world.on(ranks, lambda rank: rank.check(verb))
     return timing
 

@@ -39,6 +39,12 @@ def test_command_line_errors(arguments, expected):
     assert expected in " ".join(bench(*arguments, status=2).stderr.split())
 
 
+def test_a_wrong_mover_is_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setenv("CUPYEP_MOVER", "cart")
+    done = bench("ep", "--ranks", "1", "--tokens", "4", "--hidden", "32", "--backend", "numpy", status=2)
+    assert done.stderr == "cupyep.bench: CUPYEP_MOVER: expected auto, tma or vector, got 'cart'\n"
+
+
 @pytest.mark.skipif(any(os.path.exists(f"/dev/nvidia{i}") for i in range(16)), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["ceilings", "ep", "options", "low-latency"])
 def test_cuda_without_a_gpu(command):
